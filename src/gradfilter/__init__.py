@@ -1,0 +1,36 @@
+"""Train convolutional networks on small devices: cheaper backward passes, as drop-ins."""
+
+from gradfilter.convert import convert, revert
+from gradfilter.cost import cost
+from gradfilter.methods import (
+    METHODS,
+    Exact,
+    GalerkinFilter,
+    GradientFilter,
+    Hosvd,
+    Int8,
+    Method,
+    SubspaceIteration,
+    Svd,
+    WalshHadamard,
+)
+from gradfilter.plan import Plan
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "METHODS",
+    "Exact",
+    "GalerkinFilter",
+    "GradientFilter",
+    "Hosvd",
+    "Int8",
+    "Method",
+    "Plan",
+    "SubspaceIteration",
+    "Svd",
+    "WalshHadamard",
+    "convert",
+    "cost",
+    "revert",
+]

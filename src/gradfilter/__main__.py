@@ -1,0 +1,5 @@
+import sys
+
+from gradfilter.cli import main
+
+sys.exit(main())

@@ -1,0 +1,45 @@
+"""The order in which a forward pass calls the modules of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+def call(model: nn.Module, example):
+    """Run the model on a tensor, a tuple of arguments or a mapping of keyword arguments."""
+    if isinstance(example, Mapping):
+        return model(**example)
+    return model(*example) if isinstance(example, tuple | list) else model(example)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while: nothing random, no statistics updated, flags put back."""
+    modes = {module: module.training for module in model.modules()}
+    for module in modes:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def execution_order(model: nn.Module, example) -> dict[nn.Module, int]:
+    """Module -> position of its first call."""
+    order: dict[nn.Module, int] = {}
+    hooks = [
+        module.register_forward_pre_hook(lambda m, _: order.setdefault(m, len(order)))
+        for module in model.modules()
+    ]
+    try:
+        with torch.no_grad(), evaluating(model):
+            call(model, example)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return order
