@@ -1,0 +1,305 @@
+"""Convolution gradients on the patch grid: small maps in, small maps out, no full resolution.
+
+`Grid` gives one method's grids; `GridConv` is one convolution between two of them, for one size
+of its input. Both gradients take the patch means of g and x and give the patch means of gx.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from gradfilter import kernels
+from gradfilter.layers import ConvOp
+from gradfilter.methods import GalerkinFilter, GradientFilter, Method
+from gradfilter.patches import divide_up, overlap, patch_area, tap_counts
+
+Pair = tuple[int, int]
+SMALL = 16  # grids up to this side spread g by dense products with the counts
+
+
+def takes(method: Method) -> bool:
+    """Whether a region can run on this method's grid."""
+    if isinstance(method, GradientFilter):
+        return method.alignment == "origin"
+    return isinstance(method, GalerkinFilter)
+
+
+def side(method: Method, size: Pair) -> Pair:
+    """Patch side of a map of this size."""
+    if isinstance(method, GalerkinFilter):
+        return method.side(size)
+    return (method.patch, method.patch)
+
+
+@lru_cache(maxsize=4096)
+def areas(method: Method, size: Pair, dtype: torch.dtype, device: torch.device) -> Tensor | float:
+    """Pixels of each patch of a map [P, Q]; one number where all patches are whole."""
+    r = side(method, size)
+    if all(s % k == 0 for s, k in zip(size, r, strict=True)):
+        return float(r[0] * r[1])
+    count = tuple(divide_up(s, k) for s, k in zip(size, r, strict=True))
+    return patch_area(torch.empty(0, dtype=dtype, device=device), size, count, r)
+
+
+def pixel_sum(g: Tensor, area: Tensor | float) -> Tensor:
+    """Sum over all pixels of a map that is constant on each patch. [N, C, P, Q] -> [C]"""
+    if isinstance(area, float):
+        return g.sum((0, 2, 3)) * area
+    return (g * area).sum((0, 2, 3))
+
+
+@lru_cache(maxsize=4096)
+def grid_conv(
+    method: Method, op: ConvOp, x_size: Pair, dtype: torch.dtype, device: torch.device
+) -> GridConv:
+    """The grid form of a convolution for one input size; made once."""
+    kind = _Filtered if isinstance(method, GradientFilter) else _Galerkin
+    return kind(method, op, x_size, dtype, device)
+
+
+class GridConv:
+    """Both gradients of one convolution on the grid."""
+
+    def backward(
+        self, g: Tensor, x: Tensor | None, w: Tensor, need_gx: bool, need_gw: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """g [N, O, P1, P2], x [N, C, Q1, Q2] -> gx [N, C, Q1, Q2], gw as w."""
+        raise NotImplementedError
+
+
+class _Galerkin(GridConv):
+    """gx = P W^T U P g: the counts N_a[p, q], and the cheapest way to apply them."""
+
+    def __init__(self, method: GalerkinFilter, op: ConvOp, x_size: Pair, dtype, device):
+        self.op = op
+        y_size = op.output_size(x_size)
+        sides = (method.side(y_size), method.side(x_size))
+        like = torch.empty(0, dtype=dtype, device=device)
+        self.taps = [
+            tap_counts(
+                like,
+                (y_size[i], sides[0][i]),
+                (x_size[i], sides[1][i]),
+                op.kernel[i],
+                op.stride[i],
+                op.dilation[i],
+                op.padding[2 * i],
+            )
+            for i in (0, 1)
+        ]
+        self.area = areas(method, x_size, dtype, device)
+        self.diagonal = _diagonal(self.taps)
+        self.regular = None if self.diagonal is not None else _regular(self.taps, sides, op)
+
+    def backward(self, g, x, w, need_gx, need_gw):
+        if not (need_gx or need_gw):
+            return None, None
+        op = self.op
+        if op.groups > 1 and w.shape[0] == op.groups and w.shape[1] == 1:
+            gx, gw = kernels.depthwise_grid_backward(g, x, w, *self.taps, need_gx, need_gw)
+        elif self.diagonal is not None and op.groups == 1:
+            return self._pointwise(g, x, w, need_gx, need_gw)
+        elif op.groups == 1 and max(g.shape[-2:]) <= SMALL:
+            gx, gw = self._by_taps(g, x, w, need_gx, need_gw)
+        elif self.regular is not None:
+            gx, gw = self.regular.backward(g, x, w, need_gx, need_gw)
+        else:
+            gx, gw = self._spread(g, x, w, need_gx, need_gw)
+        return None if gx is None else gx / self.area, gw
+
+    def _pointwise(self, g, x, w, need_gx, need_gw):
+        """A 1x1 layer whose patches match one to one: two matrix products."""
+        n, o, p, q = g.shape
+        rows = g.permute(0, 2, 3, 1).reshape(-1, o)  # [N*P*Q, O]
+        gx = gw = None
+        if need_gx:
+            flat = rows @ w.flatten(1)
+            gx = flat.view(n, p, q, -1).permute(0, 3, 1, 2)
+            ratio = self.diagonal / self.area
+            gx = gx if isinstance(ratio, float) and ratio == 1 else gx * ratio
+        if need_gw:
+            columns = x.permute(0, 2, 3, 1).reshape(len(rows), -1)  # [N*P*Q, C]
+            if isinstance(self.diagonal, float):
+                gw = rows.T @ columns
+                gw = gw if self.diagonal == 1 else gw.mul_(self.diagonal)
+            else:
+                scaled = (g * self.diagonal).permute(0, 2, 3, 1).reshape(-1, o)
+                gw = scaled.T @ columns
+            gw = gw.view_as(w)
+        return gx, gw
+
+    def _by_taps(self, g, x, w, need_gx, need_gw):
+        """One matrix product per tap and gradient, in the layout of channels-last weights."""
+        n, o, p, q = g.shape
+        rows, columns = self.taps
+        kh, kw = self.op.kernel
+        size = (n, rows.shape[2], columns.shape[2])
+        # g as tap (a, b) sees it: [a, b, N * Q1 * Q2, O]
+        tall = torch.tensordot(rows, g.permute(0, 2, 3, 1), dims=([1], [1]))  # [a, Q1, N, P2, O]
+        seen = torch.einsum("aqnpo,bps->abnqso", tall, columns).reshape(kh, kw, -1, o)
+        w = w.contiguous(memory_format=torch.channels_last)
+        gx = gw = None
+        if need_gx:
+            flat = seen[0, 0] @ w[:, :, 0, 0]
+            for a in range(kh):
+                for b in range(kw):
+                    if a or b:
+                        flat.addmm_(seen[a, b], w[:, :, a, b])
+            gx = flat.view(*size, -1).permute(0, 3, 1, 2)
+        if need_gw:
+            gw = torch.empty_like(w)
+            cells = x.permute(0, 2, 3, 1).reshape(seen.shape[2], -1)
+            for a in range(kh):
+                for b in range(kw):
+                    torch.mm(seen[a, b].T, cells, out=gw[:, :, a, b])
+        return gx, gw
+
+    def _spread(self, g, x, w, need_gx, need_gw):
+        """Any geometry: g as each tap sees it, then one product each."""
+        groups = self.op.groups
+        gg = g.reshape(g.shape[0], groups, -1, *g.shape[-2:])
+        spread = torch.einsum("ngopr,apq,brs->ngoabqs", gg, *self.taps)
+        gx = gw = None
+        if need_gx:
+            taps = w.reshape(groups, -1, *w.shape[1:])
+            gx = torch.einsum("ngoabqr,gocab->ngcqr", spread, taps).flatten(1, 2)
+        if need_gw:
+            xx = x.reshape(x.shape[0], groups, -1, *x.shape[-2:])
+            gw = torch.einsum("ngoabqr,ngcqr->gocab", spread, xx).flatten(0, 1)
+        return gx, gw
+
+
+def _diagonal(taps: list[Tensor]) -> Tensor | float | None:
+    """For a single tap that joins patch p to patch p alone: its counts [P, Q], else None."""
+    axes = []
+    for n in taps:
+        if n.shape[0] != 1 or n.shape[1] != n.shape[2]:
+            return None
+        if not torch.equal(n[0], torch.diag(n[0].diagonal())):
+            return None
+        axes.append(n[0].diagonal())
+    counts = axes[0][:, None] * axes[1]
+    return float(counts[0, 0]) if bool((counts == counts[0, 0]).all()) else counts
+
+
+class _Regular:
+    """Where N_a[p, q] = m[a, q - rho p] everywhere, the grid has an ordinary small convolution.
+
+    Its taps are fixed mixtures of W's; its gradients are the exact ones of `layers.ConvOp`.
+    """
+
+    def __init__(self, mix: list[Tensor], op: ConvOp):
+        self.mix, self.op = mix, op
+        eye = (torch.eye(len(m), dtype=m.dtype, device=m.device) for m in mix)
+        self.plain = all(
+            m.shape[0] == m.shape[1] and torch.equal(m, e) for m, e in zip(mix, eye, strict=True)
+        )
+
+    def backward(self, g, x, w, need_gx, need_gw):
+        gx = gw = None
+        if need_gx:
+            n, _, p, q = g.shape
+            mixed = w if self.plain else torch.einsum("ocab,ad,be->ocde", w, *self.mix)
+            size = [
+                (count - 1) * s + k - self.op.padding[2 * i] - self.op.padding[2 * i + 1]
+                for i, (count, s, k) in enumerate(
+                    zip((p, q), self.op.stride, self.op.kernel, strict=True)
+                )
+            ]
+            shape = (n, w.shape[1] * self.op.groups, *size)
+            gx = self.op.grad_input(g, mixed, shape)
+        if need_gw:
+            gw = self.op.grad_weight(g, x)
+            gw = gw if self.plain else torch.einsum("ocde,ad,be->ocab", gw, *self.mix)
+        return gx, gw
+
+
+def _regular(taps: list[Tensor], sides: tuple[Pair, Pair], op: ConvOp) -> _Regular | None:
+    axes = [
+        _regular_axis(n, y_side * s, x_side)
+        for n, y_side, x_side, s in zip(taps, *sides, op.stride, strict=True)
+    ]
+    if None in axes:
+        return None
+    (m1, rho1, pad1), (m2, rho2, pad2) = axes
+    small = ConvOp(
+        (m1.shape[1], m2.shape[1]), (rho1, rho2), (*pad1, *pad2), (1, 1), op.groups
+    )
+    return _Regular([m1, m2], small)
+
+
+def _regular_axis(n: Tensor, step: int, x_side: int):
+    """(m [taps, offsets], stride, (pad before, pad after)) of one axis, or None."""
+    if step % x_side:
+        return None
+    rho = step // x_side
+    _, count, size = n.shape
+    _, p, q = n.nonzero(as_tuple=True)
+    if not len(p):
+        return None
+    offset = q - rho * p
+    low, high = int(offset.min()), int(offset.max())
+    after = rho * (count - 1) + high + 1 - size
+    if low > 0 or after < 0:
+        return None
+    m = n.new_zeros(len(n), high - low + 1)
+    rebuilt = torch.zeros_like(n)
+    for d in range(low, high + 1):
+        inside = [i for i in range(count) if 0 <= rho * i + d < size]
+        cells = n[:, inside, [rho * i + d for i in inside]]  # [taps, len(inside)]
+        m[:, d - low] = cells[:, 0]
+        rebuilt[:, inside, [rho * i + d for i in inside]] = cells[:, :1].expand_as(cells)
+    return (m, rho, (-low, after)) if torch.equal(rebuilt, n) else None
+
+
+class _Filtered(GridConv):
+    """GradientFilter: blocks of patch*stride at x, the kernel summed over its taps."""
+
+    def __init__(self, method: GradientFilter, op: ConvOp, x_size: Pair, dtype, device):
+        self.op = op
+        y_size = op.output_size(x_size)
+        self.count = tuple(divide_up(s, method.patch) for s in y_size)
+        self.cells = tuple(divide_up(s, method.patch) for s in x_size)
+        self.whole = op.stride == (1, 1) and self.count == self.cells
+        self.area = areas(method, x_size, dtype, device)
+        if not self.whole and isinstance(self.area, float):
+            rows, columns = (
+                torch.tensor(overlap(s, n, method.patch), dtype=dtype, device=device)
+                for s, n in zip(x_size, self.cells, strict=True)
+            )
+            self.area = rows[:, None] * columns
+
+    def backward(self, g, x, w, need_gx, need_gw):
+        groups = self.op.groups
+        gx = gw = None
+        gg = g.reshape(g.shape[0], groups, -1, *g.shape[-2:])
+        if need_gx:
+            taps = w.sum((-1, -2)).reshape(groups, -1, w.shape[1])
+            gx = self._to_cells(torch.einsum("ngopq,goc->ngcpq", gg, taps).flatten(1, 2))
+        if need_gw:
+            blocks = self._to_blocks(x * self.area)
+            xx = blocks.reshape(x.shape[0], groups, -1, *blocks.shape[-2:])
+            gw = torch.einsum("ngopq,ngcpq->goc", gg, xx).flatten(0, 1)
+            gw = gw[..., None, None].expand(*gw.shape, *self.op.kernel).contiguous()
+        return gx, gw
+
+    def _to_cells(self, blocks: Tensor) -> Tensor:
+        """Blocks of x -> the patches of x's own grid, which are a stride finer."""
+        if self.whole:
+            return blocks
+        s1, s2 = self.op.stride
+        fine = blocks.repeat_interleave(s1, -2).repeat_interleave(s2, -1)
+        pad = (0, self.cells[1] - fine.shape[-1], 0, self.cells[0] - fine.shape[-2])
+        return torch.nn.functional.pad(fine, pad)
+
+    def _to_blocks(self, cells: Tensor) -> Tensor:
+        """Sums over the patches of x's own grid -> sums over blocks."""
+        if self.whole:
+            return cells
+        s1, s2 = self.op.stride
+        pad = (0, self.count[1] * s2 - cells.shape[-1], 0, self.count[0] * s1 - cells.shape[-2])
+        cells = torch.nn.functional.pad(cells, pad)
+        return torch.nn.functional.avg_pool2d(cells, (s1, s2), divisor_override=1)

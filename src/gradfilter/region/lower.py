@@ -1,0 +1,349 @@
+"""From a traced graph to steps: each node becomes a step, joins the step before it, or stays."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gradfilter.geometry import Geometry
+from gradfilter.kernels.eager import ACTIVATIONS
+from gradfilter.methods import Method
+from gradfilter.region import grid
+from gradfilter.region.steps import (
+    NONE,
+    Act,
+    Add,
+    Chunk,
+    Concat,
+    Conv,
+    DropPath,
+    Gate,
+    MaxPool,
+    Pointwise,
+    Pool,
+    Shuffle,
+    Step,
+)
+
+
+@dataclass
+class Outside:
+    """A node that no region takes: it runs as the traced code says. `why` is for the plan."""
+
+    node: fx.Node
+    out: int
+    why: str
+
+
+@dataclass
+class Region:
+    """Consecutive steps of one method; values it reads from outside, and gives back."""
+
+    method: Method
+    steps: list[Step]
+    inputs: list[int]
+    outputs: list[int]
+
+
+ACT_CLASSES: dict[str, str] = {
+    "ReLU": "relu",
+    "ReLU6": "relu6",
+    "Hardswish": "hardswish",
+    "HardSwish": "hardswish",
+    "Hardsigmoid": "hardsigmoid",
+    "HardSigmoid": "hardsigmoid",
+    "SiLU": "silu",
+    "Swish": "silu",
+    "Sigmoid": "sigmoid",
+    "Tanh": "tanh",
+    "GELU": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "LeakyReLU": "leaky_relu",
+    "ELU": "elu",
+    "Mish": "mish",
+}
+ACT_FUNCTIONS: dict[object, str] = {
+    F.relu: "relu",
+    torch.relu: "relu",
+    torch.relu_: "relu",
+    F.relu6: "relu6",
+    F.hardswish: "hardswish",
+    F.hardsigmoid: "hardsigmoid",
+    F.silu: "silu",
+    F.sigmoid: "sigmoid",
+    torch.sigmoid: "sigmoid",
+    torch.tanh: "tanh",
+    F.mish: "mish",
+    "relu": "relu",
+    "relu_": "relu",
+    "sigmoid": "sigmoid",
+    "tanh": "tanh",
+}
+PARAMETER = {"LeakyReLU": "negative_slope", "ELU": "alpha"}
+
+
+def activation_of(module: nn.Module) -> Act | None:
+    """The activation a module is, or None."""
+    name = type(module).__name__
+    if isinstance(module, nn.Hardtanh) and not isinstance(module, nn.ReLU6):
+        return ("relu6", 0.0) if (module.min_val, module.max_val) == (0, 6) else None
+    if isinstance(module, nn.GELU) and module.approximate == "tanh":
+        return ("gelu_tanh", 0.0)
+    if name not in ACT_CLASSES:
+        return None
+    known = ACT_CLASSES[name]
+    value = getattr(module, PARAMETER[name]) if name in PARAMETER else 0.0
+    return known, float(value or ACTIVATIONS[known].parameter)
+
+
+class Lowering:
+    """Walks a graph once; `items` are steps and outside nodes in an order that can run."""
+
+    def __init__(self, root: nn.Module, graph: fx.Graph, shapes: dict[fx.Node, tuple | None]):
+        self.modules = dict(root.named_modules())
+        self.shapes = shapes
+        self.values: dict[fx.Node, int] = {}
+        self.items: list[Step | Outside] = []
+        self.users: dict[int, int] = {}
+        self.chunks: dict[fx.Node, tuple[int, int]] = {}
+        self.inputs: list[int] = []
+        for node in graph.nodes:
+            self._node(node)
+
+    def _node(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            self.inputs.append(self._value(node))
+        elif node.op == "output":
+            self.output = node.args[0]
+        else:
+            why = self._step(node)
+            if why is not None:
+                self.items.append(Outside(node, self._value(node), why))
+
+    def _value(self, node: fx.Node) -> int:
+        return self.values.setdefault(node, len(self.values))
+
+    def _step(self, node: fx.Node) -> str | None:
+        """Take a node into the steps; the reason when that cannot be."""
+        if node.op == "call_module":
+            return self._module(node, self.modules[node.target])
+        if node.op in ("call_function", "call_method"):
+            return self._function(node)
+        return f"{node.op} {node.target}"
+
+    def _module(self, node: fx.Node, m: nn.Module) -> str | None:
+        x = node.args[0] if node.args else None
+        if len(node.args) != 1 or not self._is_map(x):
+            return f"{type(m).__name__} between"
+        act = activation_of(m)
+        if isinstance(m, nn.Conv2d):
+            return self._conv(node, m, x)
+        if isinstance(m, _BatchNorm):
+            return self._norm(node, m, x)
+        if act is not None:
+            return self._act(node, act, x)
+        if isinstance(m, nn.Identity) or (isinstance(m, nn.Dropout) and m.p == 0):
+            return self._alias(node, x)
+        if type(m).__name__ in ("StochasticDepth", "DropPath"):
+            return self._add(node, DropPath, x, module=m)
+        if isinstance(m, nn.AdaptiveAvgPool2d) and m.output_size in (1, (1, 1)):
+            return self._add(node, Pool, x)
+        if isinstance(m, nn.MaxPool2d) and not m.ceil_mode and not m.return_indices:
+            return self._max_pool(node, x, m.kernel_size, m.stride, m.padding, m.dilation)
+        return f"{type(m).__name__} between"
+
+    def _function(self, node: fx.Node) -> str | None:
+        target, args = node.target, node.args
+        name = getattr(target, "__name__", str(target))
+        if target in ACT_FUNCTIONS and self._is_map(args[0]):
+            return self._act(node, (ACT_FUNCTIONS[target], 0.0), args[0])
+        if name in ("add", "iadd") and all(map(self._is_map, args[:2])) and not node.kwargs:
+            return self._sum(node, *args[:2])
+        if name in ("mul", "imul") and all(map(self._is_map, args[:2])):
+            return self._gate(node, *args[:2])
+        if target in (torch.cat, torch.concat) and self._dim(node, 1) == 1:
+            if all(map(self._is_map, args[0])):
+                return self._add(node, Concat, *args[0])
+        if name == "chunk" and self._dim(node, 2) == 1 and self._is_map(args[0]):
+            return self._chunk(node, args[0], args[1])
+        if target is operator.getitem and args[0] in self.chunks and isinstance(args[1], int):
+            x, chunks = self.chunks[args[0]]
+            return self._add(node, Chunk, x, index=args[1], chunks=chunks)
+        if name == "channel_shuffle" and self._is_map(args[0]):
+            return self._add(node, Shuffle, args[0], groups=args[1])
+        if name == "adaptive_avg_pool2d" and args[1] in (1, (1, 1)) and self._is_map(args[0]):
+            return self._add(node, Pool, args[0])
+        if name == "mean" and self._is_map(args[0]) and self._keeps_pixels_mean(node):
+            return self._add(node, Pool, args[0])
+        if name == "max_pool2d" and self._is_map(args[0]):
+            return f"{name} called as a function"
+        return f"{name} between"
+
+    @staticmethod
+    def _dim(node: fx.Node, position: int):
+        if len(node.args) > position:
+            return node.args[position]
+        return node.kwargs.get("dim", node.args[1] if position == 1 and len(node.args) > 1 else 0)
+
+    @staticmethod
+    def _keeps_pixels_mean(node: fx.Node) -> bool:
+        dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+        keep = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
+        return dims is not None and tuple(d % 4 for d in dims) == (2, 3) and keep
+
+    def _is_map(self, node) -> bool:
+        shape = self.shapes.get(node) if isinstance(node, fx.Node) else None
+        return shape is not None and len(shape) == 4
+
+    def _add(self, node: fx.Node, kind: type[Step], *inputs: fx.Node, **fields) -> None:
+        read = tuple(self._value(n) for n in inputs)
+        self.items.append(kind(out=self._value(node), inputs=read, **fields))
+
+    def _alias(self, node: fx.Node, x: fx.Node) -> None:
+        self.values[node] = self._value(x)
+        # the alias stands for x, so x has x's other users and the alias's
+        self.users[self.values[node]] = self._users(x) - 1 + len(node.users)
+
+    def _users(self, node: fx.Node) -> int:
+        return self.users.get(self._value(node), len(node.users))
+
+    def _producer(self, node: fx.Node, kind: type) -> Step | None:
+        """The step that wrote a value nobody else reads, if it is of this kind."""
+        if self._users(node) != 1:
+            return None
+        value = self._value(node)
+        found = (item for item in reversed(self.items) if item.out == value)
+        step = next(found, None)
+        return step if isinstance(step, kind) else None
+
+    def _extend(self, step: Step, node: fx.Node) -> None:
+        """The step now writes this node's value, and runs where the node stands."""
+        self.items.remove(step)
+        self.items.append(step)
+        step.out = self._value(node)
+
+    def _conv(self, node: fx.Node, m: nn.Conv2d, x: fx.Node) -> str | None:
+        layer = getattr(m, "gf", None)
+        if layer is None:
+            return f"{type(m).__name__} is not converted"
+        if not grid.takes(layer.method):
+            return f"{type(layer.method).__name__} has no patch grid"
+        if not isinstance(layer.shape, Geometry) or layer.shape.mode != "zeros":
+            return f"{layer.shape.mode} padding"
+        return self._add(node, Conv, x, module=m, shape=layer.shape)
+
+    def _norm(self, node: fx.Node, m: nn.Module, x: fx.Node) -> str | None:
+        act, drop = getattr(m, "act", None), getattr(m, "drop", None)
+        kind = NONE if act is None or isinstance(act, nn.Identity) else activation_of(act)
+        if kind is None or not isinstance(drop, nn.Identity | None):
+            return f"{type(m).__name__} between"
+        step = self._producer(x, Conv)
+        if step and step.norm is None and step.act == NONE and not (step.residual or step.pool):
+            self._extend(step, node)
+            step.norm, step.act = m, kind
+            return None
+        if m.training or m.running_mean is None:
+            return "batch norm in training mode after no convolution"
+        return self._add(node, Pointwise, x, norm=m, act=kind)
+
+    def _act(self, node: fx.Node, act: Act, x: fx.Node) -> None:
+        step = self._producer(x, Conv | Pointwise)
+        if step and step.act == NONE and not getattr(step, "pool", None):
+            self._extend(step, node)
+            step.act = act
+        else:
+            self._add(node, Pointwise, x, act=act)
+
+    def _sum(self, node: fx.Node, a: fx.Node, b: fx.Node) -> str | None:
+        if self.shapes[a] != self.shapes[b]:
+            return "a sum of maps of two sizes"
+        for one, other in ((a, b), (b, a)):
+            step = self._producer(one, Conv)
+            if step and step.act == NONE and step.residual is None and step.pool is None:
+                self._extend(step, node)
+                step.residual = self._value(other)
+                step.inputs = (*step.inputs, step.residual)
+                return None
+        return self._add(node, Add, a, b)
+
+    def _gate(self, node: fx.Node, a: fx.Node, b: fx.Node) -> str | None:
+        for x, s in ((a, b), (b, a)):
+            if tuple(self.shapes[s][1:]) == (self.shapes[x][1], 1, 1):
+                return self._add(node, Gate, x, s)
+        return "a product of two maps"
+
+    def _chunk(self, node: fx.Node, x: fx.Node, chunks: int) -> None:
+        self.chunks[node] = x, chunks
+        self.users[self._value(x)] = self._users(x) - 1 + len(node.users)
+
+    def _max_pool(self, node: fx.Node, x: fx.Node, *geometry) -> None:
+        pair = [g if isinstance(g, tuple) else (g, g) for g in geometry]
+        step = self._producer(x, Conv)
+        if step and step.pool is None:
+            self._extend(step, node)
+            step.pool = MaxPool(*pair)
+            return None
+        return self._add(node, Pool, x, pool=MaxPool(*pair))
+
+
+def shapes_of(root: nn.Module, graph: fx.Graph, example: tuple) -> dict[fx.Node, tuple | None]:
+    """The shape of every tensor of the graph, by running it once."""
+    shapes: dict[fx.Node, tuple | None] = {}
+
+    class Watch(fx.Interpreter):
+        def run_node(self, n):
+            result = super().run_node(n)
+            shapes[n] = tuple(result.shape) if isinstance(result, Tensor) else None
+            return result
+
+    with torch.no_grad():
+        Watch(root, graph=graph).run(*example)
+    return shapes
+
+
+def regions(lowered: Lowering) -> list[Region | Outside]:
+    """Join consecutive steps of one method into regions."""
+    parts: list[list[Step] | Outside] = []
+    for item in lowered.items:
+        if isinstance(item, Outside):
+            parts.append(item)
+            continue
+        here = parts[-1] if parts and isinstance(parts[-1], list) else None
+        if here is None or not _agree(here, item):
+            parts.append([item])
+        else:
+            here.append(item)
+    wanted = set(_leaves(lowered.output, lowered.values))
+    result: list[Region | Outside] = []
+    for part in reversed(parts):
+        if isinstance(part, Outside):
+            wanted |= set(_leaves((part.node.args, part.node.kwargs), lowered.values))
+            result.append(part)
+            continue
+        written = {s.out for s in part}
+        read = {v for s in part for v in s.inputs} - written
+        method = next((m for s in part if (m := _method(s)) is not None), None)
+        result.append(Region(method, part, sorted(read), sorted(written & wanted)))
+        wanted |= read
+    return result[::-1]
+
+
+def _method(step: Step) -> Method | None:
+    return step.module.gf.method if isinstance(step, Conv) else None
+
+
+def _agree(steps: list[Step], new: Step) -> bool:
+    methods = {m for s in (*steps, new) if (m := _method(s)) is not None}
+    return len(methods) <= 1
+
+
+def _leaves(tree, values: dict[fx.Node, int]) -> list[int]:
+    found: list[int] = []
+    fx.node.map_arg(tree, lambda n: found.append(values[n]))
+    return found

@@ -1,0 +1,519 @@
+"""The steps of a program, each with three bodies of one meaning.
+
+`plain` is the meaning: ordinary dense PyTorch under autograd, the layer level. `forward` computes
+the same map and keeps patch statistics; `backward` carries the gradient on the patch grid.
+Values are numbered; a step reads some and writes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradfilter import autograd, kernels
+from gradfilter.geometry import Geometry
+from gradfilter.kernels.eager import ACTIVATIONS, pool_reach
+from gradfilter.region import grid
+
+Act = tuple[str, float]
+NONE: Act = ("none", 0.0)
+Parameter = tuple[nn.Module, str]
+
+
+@dataclass
+class Step:
+    """Reads `inputs`, writes `out`."""
+
+    out: int
+    inputs: tuple[int, ...]
+
+    def parameters(self) -> Iterator[Parameter]:
+        """The parameters a step reads."""
+        yield from ()
+
+    def means(self, trained) -> Iterator[int]:
+        """The inputs whose patch means the backward pass needs."""
+        yield from ()
+
+    def plain(self, c, *inputs: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, c) -> None:
+        raise NotImplementedError
+
+    def backward(self, c, g: Tensor) -> None:
+        raise NotImplementedError
+
+
+def own_parameters(*modules: nn.Module | None) -> Iterator[Parameter]:
+    for module in modules:
+        for name in ("weight", "bias"):
+            if module is not None and getattr(module, name, None) is not None:
+                yield module, name
+
+
+@dataclass
+class MaxPool:
+    """Geometry of a max-pool."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+
+    def size(self, size: tuple[int, int]) -> tuple[int, int]:
+        return tuple(
+            (s + 2 * p - d * (k - 1) - 1) // t + 1
+            for s, k, t, p, d in zip(
+                size, self.kernel, self.stride, self.padding, self.dilation, strict=True
+            )
+        )
+
+    def reach(self, size, side_in, side_out):
+        """`pool_reach` of both axes: the first input patches."""
+        axes = zip(
+            size, self.kernel, self.stride, self.padding, self.dilation, side_in, side_out,
+            strict=True,
+        )
+        return [pool_reach(*axis)[0] for axis in axes]
+
+
+@dataclass
+class Conv(Step):
+    """Convolution, then batch norm, plus another value, then an activation, then a max-pool.
+
+    A frozen batch norm is folded: its gradient is that of w*gamma/sigma, and nothing is kept.
+    """
+
+    module: nn.Conv2d = None
+    shape: Geometry = None
+    norm: nn.Module | None = None
+    act: Act = NONE
+    residual: int | None = None
+    pool: MaxPool | None = None
+
+    def parameters(self):
+        yield from own_parameters(self.module, self.norm)
+
+    def means(self, trained):
+        if trained(self.module, "weight") or trained(self.norm, "weight"):
+            yield self.inputs[0]
+
+    def plain(self, c, x, *residual):
+        x, op = self.shape(x)
+        w, b = self.module.weight, self.module.bias
+        if self.norm is not None and not c.batch_norm(self.norm):
+            scale, shift = fold(self.norm)
+            w = w * scale[:, None, None, None]
+            b = shift if b is None else b * scale + shift
+        z, _ = autograd.apply(op, c.method, x, w, b)
+        if self.norm is not None and c.batch_norm(self.norm):
+            z = batch_norm(self.norm, z)
+        for r in residual:
+            z = z + r
+        a = plain_activation(c.project(z), self.act)
+        if self.pool is None:
+            return a
+        p = self.pool
+        return F.max_pool2d(a, p.kernel, p.stride, p.padding, p.dilation)
+
+    def forward(self, c):
+        x, op = self.shape(c.dense[self.inputs[0]])
+        w = c.parameter(self.module, "weight")
+        keep = self.out in c.needs
+        size = op.output_size(tuple(x.shape[-2:]))
+        batch = self.norm is not None and c.batch_norm(self.norm)
+        scale, shift = (None, None) if batch else c.affine(self.module, self.norm)
+        side = grid.side(c.method, size)
+        c.note(self, "x_size", tuple(x.shape[-2:]))
+        c.note(self, "size", size)
+        last = self.residual is None and self.pool is None and not batch
+        if op.groups > 1 and op.groups == w.shape[0] == x.shape[1]:
+            act = self.act if last else NONE
+            affine = (scale, shift) if last else (None, None)
+            stats = keep and last
+            result = kernels.depthwise(
+                x, w, *affine, act, op.stride, op.padding, op.dilation, side, stats
+            )
+            if last:
+                return self._finish(c, *result)
+            y = result[0]
+        else:
+            y = c.convolve(op, x, w)
+        if batch:
+            scale, shift = self._batch_statistics(c, y, side, keep)
+        if self.pool is not None:
+            return self._pooled(c, y, scale, shift, side, keep)
+        residual = None if self.residual is None else c.dense[self.residual]
+        self._finish(c, *kernels.epilogue(y, scale, shift, self.act, side, residual, keep))
+
+    def _finish(self, c, a, mean, slope):
+        c.write(self.out, a, mean)
+        if slope is not None:
+            c.keep(self, "slope", slope)
+
+    def _pooled(self, c, y, scale, shift, side, keep):
+        if self.residual is not None:
+            y, _, _ = kernels.epilogue(y, scale, shift, NONE, side, c.dense[self.residual], False)
+            scale = shift = None
+        p = self.pool
+        out_side = grid.side(c.method, p.size(tuple(y.shape[-2:])))
+        out, mean, route = kernels.max_pool(
+            y, scale, shift, self.act, p.kernel, p.stride, p.padding, p.dilation, side, out_side,
+            keep,
+        )
+        c.write(self.out, out, mean)
+        if keep:
+            c.keep(self, "route", route)
+
+    def _batch_statistics(self, c, y, side, keep):
+        """Training batch norm: scale and shift of this batch; keeps the means of x-hat."""
+        b = self.module.bias
+        if b is not None:
+            y += c.parameter(self.module, "bias")[:, None, None]
+        mean, rstd = update_statistics(self.norm, y)
+        gamma, beta = c.optional(self.norm, "weight"), c.optional(self.norm, "bias")
+        scale = rstd if gamma is None else rstd * gamma
+        shift = -mean * scale if beta is None else beta - mean * scale
+        if keep:
+            normal = (kernels.patch_mean(y, side) - mean[:, None, None]) * rstd[:, None, None]
+            c.keep(self, "normal", normal)
+            c.keep(self, "rstd", rstd)
+        return scale, shift
+
+    def backward(self, c, g):
+        x_size, size = c.noted(self, "x_size"), c.noted(self, "size")
+        if self.pool is not None:
+            g = self._unpool(c, g, size)
+        slope = c.kept(self, "slope")
+        if slope is not None:
+            g = g * slope
+        if self.residual is not None:
+            c.add(self.residual, g)
+        if self.norm is not None and c.batch_norm(self.norm):
+            g = self._batch_norm_backward(c, g, size)
+        self._convolution_backward(c, g, x_size, size)
+
+    def _unpool(self, c, g, size):
+        route = c.kept(self, "route")
+        side_in = grid.side(c.method, size)
+        side_out = grid.side(c.method, self.pool.size(size))
+        first = self.pool.reach(size, side_in, side_out)
+        count = tuple(-(-s // r) for s, r in zip(size, side_in, strict=True))
+        gx = kernels.max_pool_grid_backward(g, route, *first, count)
+        return gx / grid.areas(c.method, size, g.dtype, g.device)
+
+    def _batch_norm_backward(self, c, g, size):
+        normal, rstd = c.kept(self, "normal"), c.kept(self, "rstd")
+        area = grid.areas(c.method, size, g.dtype, g.device)
+        gamma = c.optional(self.norm, "weight")
+        g_beta, g_gamma = grid.pixel_sum(g, area), grid.pixel_sum(g * normal, area)
+        c.gradient(self.norm, "weight", g_gamma)
+        c.gradient(self.norm, "bias", g_beta)
+        pixels = g.shape[0] * size[0] * size[1]
+        centred = g - (g_beta[:, None, None] + normal * g_gamma[:, None, None]) / pixels
+        return centred * (rstd if gamma is None else rstd * gamma)[:, None, None]
+
+    def _convolution_backward(self, c, g, x_size, size):
+        """Both gradients on the grid, and the folded batch norm's from the weight's."""
+        w = c.parameter(self.module, "weight")
+        folded = self.norm is not None and not c.batch_norm(self.norm)
+        scale = c.scale(self.norm) if folded else None
+        op = replace_padding(self.shape, x_size)
+        conv = grid.grid_conv(c.method, op, x_size, g.dtype, g.device)
+        x = self.inputs[0]
+        need_gx = x in c.needs
+        need_gw = any(True for _ in self.means(c.trained))
+        area = grid.areas(c.method, size, g.dtype, g.device)
+        if any(c.trained(m, n) for m, n in self.parameters()):
+            g_shift = grid.pixel_sum(g, area)
+        if folded:
+            g = g * scale[:, None, None]
+        gx, gw = conv.backward(g, c.mean(x) if need_gw else None, w, need_gx, need_gw)
+        if folded:
+            fold_backward(c, self.module, self.norm, gw, w, g_shift)
+        if c.trained(self.module, "bias"):
+            c.gradient(self.module, "bias", g_shift * scale if folded else g_shift)
+        if need_gw:
+            c.gradient(self.module, "weight", gw)
+        if need_gx:
+            c.add(x, gx)
+
+
+def fold(norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """Scale and shift of a batch norm in evaluation mode."""
+    scale = torch.rsqrt(norm.running_var + norm.eps)
+    if norm.weight is not None:
+        scale = scale * norm.weight
+    shift = -norm.running_mean * scale
+    return scale, shift if norm.bias is None else shift + norm.bias
+
+
+def fold_backward(c, conv, norm, gw, w, g_shift) -> None:
+    """Gradients of gamma and beta through the folded weight and bias.
+
+    `gw` is that of w, the folded weight's times the scale; dividing by it gives the latter back.
+    """
+    if c.trained(norm, "bias"):
+        c.gradient(norm, "bias", g_shift)
+    if c.trained(norm, "weight"):
+        product = row_dots(gw, w) / c.scale(norm)
+        centre = -norm.running_mean
+        if conv.bias is not None:
+            centre = centre + c.parameter(conv, "bias")
+        c.gradient(norm, "weight", torch.addcmul(product, g_shift, centre) * c.rstd(norm))
+
+
+def row_dots(a: Tensor, b: Tensor) -> Tensor:
+    """<a[o], b[o]> of two weights, in whichever layout they share."""
+    if not (a.is_contiguous() and b.is_contiguous()):
+        a, b = (t.permute(0, 2, 3, 1) for t in (a, b))
+    return torch.linalg.vecdot(a.flatten(1), b.flatten(1).to(a.dtype))
+
+
+def replace_padding(shape: Geometry, x_size):
+    """The op of a geometry for an input of this size."""
+    return shape(torch.empty(0, 0, *x_size))[1] if shape.same else shape.op
+
+
+def plain_activation(z: Tensor, act: Act) -> Tensor:
+    name, parameter = act
+    return z if name == "none" else ACTIVATIONS[name].f(z, parameter)
+
+
+def batch_norm(norm: nn.Module, x: Tensor) -> Tensor:
+    """Batch norm in training mode, as nn.BatchNorm2d does it, activation left out."""
+    return nn.modules.batchnorm._BatchNorm.forward(norm, x)
+
+
+def update_statistics(norm: nn.Module, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and 1/sigma of a batch; running statistics move as nn.BatchNorm2d moves them."""
+    var, mean = torch.var_mean(y, (0, 2, 3), correction=0)
+    if norm.training and norm.track_running_stats and norm.running_mean is not None:
+        norm.num_batches_tracked.add_(1)
+        factor = norm.momentum
+        if factor is None:
+            factor = 1.0 / float(norm.num_batches_tracked)
+        count = y.numel() // y.shape[1]
+        norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), factor)
+        unbiased = var * (count / (count - 1))
+        norm.running_var.lerp_(unbiased.to(norm.running_var.dtype), factor)
+    return mean, torch.rsqrt(var + norm.eps)
+
+
+@dataclass
+class Pointwise(Step):
+    """An activation, or a frozen batch norm and an activation, that follows no convolution."""
+
+    norm: nn.Module | None = None
+    act: Act = NONE
+
+    def parameters(self):
+        yield from own_parameters(self.norm)
+
+    def means(self, trained):
+        if trained(self.norm, "weight"):
+            yield self.inputs[0]
+
+    def plain(self, c, x):
+        if self.norm is not None:
+            scale, shift = fold(self.norm)
+            x = c.project(x * scale[:, None, None] + shift[:, None, None])
+        return plain_activation(x, self.act)
+
+    def forward(self, c):
+        x = c.dense[self.inputs[0]]
+        size = tuple(x.shape[-2:])
+        c.note(self, "size", size)
+        affine = (None, None) if self.norm is None else c.affine(None, self.norm)
+        side = grid.side(c.method, size)
+        y = c.consume(self, self.inputs[0])
+        a, mean, slope = kernels.epilogue(y, *affine, self.act, side, None, self.out in c.needs)
+        c.write(self.out, a, mean)
+        if slope is not None:
+            c.keep(self, "slope", slope)
+
+    def backward(self, c, g):
+        slope = c.kept(self, "slope")
+        if slope is not None:
+            g = g * slope
+        if self.norm is not None:
+            area = grid.areas(c.method, c.noted(self, "size"), g.dtype, g.device)
+            g_shift = grid.pixel_sum(g, area)
+            c.gradient(self.norm, "bias", g_shift)
+            if c.trained(self.norm, "weight"):
+                product = grid.pixel_sum(g * c.mean(self.inputs[0]), area)
+                centred = product - g_shift * self.norm.running_mean
+                c.gradient(self.norm, "weight", centred * c.rstd(self.norm))
+            g = g * c.scale(self.norm)[:, None, None]
+        c.add(self.inputs[0], g)
+
+
+@dataclass
+class Pool(Step):
+    """A max-pool of a map, or the mean over all its pixels ([N, C, 1, 1])."""
+
+    pool: MaxPool | None = None
+
+    def plain(self, c, x):
+        if self.pool is None:
+            return x.mean((2, 3), keepdim=True)
+        p = self.pool
+        return F.max_pool2d(x, p.kernel, p.stride, p.padding, p.dilation)
+
+    def forward(self, c):
+        x = c.dense[self.inputs[0]]
+        size = tuple(x.shape[-2:])
+        c.note(self, "size", size)
+        keep = self.out in c.needs
+        if self.pool is None:
+            return c.write(self.out, x.mean((2, 3), keepdim=True), None)
+        p = self.pool
+        sides = grid.side(c.method, size), grid.side(c.method, p.size(size))
+        out, mean, route = kernels.max_pool(
+            x, None, None, NONE, p.kernel, p.stride, p.padding, p.dilation, *sides, keep
+        )
+        c.write(self.out, out, mean)
+        if keep:
+            c.keep(self, "route", route)
+
+    def backward(self, c, g):
+        size = c.noted(self, "size")
+        side = grid.side(c.method, size)
+        count = tuple(-(-s // r) for s, r in zip(size, side, strict=True))
+        if self.pool is None:
+            g = (g / (size[0] * size[1])).expand(*g.shape[:2], *count)
+            return c.add(self.inputs[0], g)
+        first = self.pool.reach(size, side, grid.side(c.method, self.pool.size(size)))
+        g = kernels.max_pool_grid_backward(g, c.kept(self, "route"), *first, count)
+        c.add(self.inputs[0], g / grid.areas(c.method, size, g.dtype, g.device))
+
+
+@dataclass
+class Add(Step):
+    """The sum of two maps."""
+
+    def plain(self, c, a, b):
+        return a + b
+
+    def forward(self, c):
+        a, b = (c.dense[v] for v in self.inputs)
+        c.write(self.out, a + b, None)
+
+    def backward(self, c, g):
+        for v in self.inputs:
+            c.add(v, g)
+
+
+@dataclass
+class Gate(Step):
+    """A map times one factor per channel [N, C, 1, 1] (squeeze-excite)."""
+
+    def means(self, trained):
+        yield self.inputs[0]
+
+    def plain(self, c, x, s):
+        return x * s
+
+    def forward(self, c):
+        x, s = (c.dense[v] for v in self.inputs)
+        c.note(self, "size", tuple(x.shape[-2:]))
+        mean = c.current_mean(self.inputs[0])
+        c.write(self.out, x * s, None if mean is None else mean * s)
+        if self.out in c.needs:
+            c.keep(self, "gate", s)
+
+    def backward(self, c, g):
+        x, s = self.inputs
+        size = c.noted(self, "size")
+        if s in c.needs:
+            area = grid.areas(c.method, size, g.dtype, g.device)
+            c.add(s, (g * c.mean(x) * area).sum((2, 3), keepdim=True))
+        c.add(x, g * c.kept(self, "gate"))
+
+
+@dataclass
+class DropPath(Step):
+    """Stochastic depth: one random factor per sample, drawn by the module itself."""
+
+    module: nn.Module = None
+
+    def plain(self, c, x):
+        return self.module(x)
+
+    def forward(self, c):
+        x = c.dense[self.inputs[0]]
+        mean = c.current_mean(self.inputs[0])
+        if not self.module.training:
+            return c.write(self.out, x, mean)
+        factor = self.module(x.new_ones(len(x), 1, 1, 1))
+        c.keep(self, "factor", factor)
+        c.write(self.out, x * factor, None if mean is None else mean * factor)
+
+    def backward(self, c, g):
+        factor = c.kept(self, "factor")
+        c.add(self.inputs[0], g if factor is None else g * factor)
+
+
+@dataclass
+class Concat(Step):
+    """Maps side by side along the channels."""
+
+    def plain(self, c, *xs):
+        return torch.cat(xs, 1)
+
+    def forward(self, c):
+        xs = [c.dense[v] for v in self.inputs]
+        c.note(self, "channels", [x.shape[1] for x in xs])
+        c.write(self.out, torch.cat(xs, 1), None)
+
+    def backward(self, c, g):
+        for v, part in zip(self.inputs, g.split(c.noted(self, "channels"), 1), strict=True):
+            c.add(v, part)
+
+
+@dataclass
+class Chunk(Step):
+    """The index-th of `chunks` equal parts of the channels."""
+
+    index: int = 0
+    chunks: int = 1
+
+    def plain(self, c, x):
+        return x.chunk(self.chunks, 1)[self.index]
+
+    def forward(self, c):
+        x = c.dense[self.inputs[0]]
+        c.note(self, "channels", x.shape[1])
+        part = x.chunk(self.chunks, 1)[self.index]
+        c.write(self.out, part.contiguous(memory_format=torch.channels_last), None)
+
+    def backward(self, c, g):
+        full = g.new_zeros(g.shape[0], c.noted(self, "channels"), *g.shape[2:])
+        full.chunk(self.chunks, 1)[self.index].copy_(g)
+        c.add(self.inputs[0], full)
+
+
+@dataclass
+class Shuffle(Step):
+    """ShuffleNet's interleaving of channel groups."""
+
+    groups: int = 1
+
+    def plain(self, c, x):
+        return shuffle(x, self.groups)
+
+    def forward(self, c):
+        c.write(self.out, shuffle(c.dense[self.inputs[0]], self.groups), None)
+
+    def backward(self, c, g):
+        c.add(self.inputs[0], shuffle(g, g.shape[1] // self.groups))
+
+
+def shuffle(x: Tensor, groups: int) -> Tensor:
+    y = x.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2)
+    return y.contiguous(memory_format=torch.channels_last)
