@@ -10,24 +10,31 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 
 from gradfilter import autograd
-from gradfilter.geometry import Geometry, geometry
+from gradfilter.geometry import Geometry, geometry, read_by_parent
 from gradfilter.layers import ConvOp, LinearOp
 from gradfilter.methods import Exact, Method
 from gradfilter.order import execution_order
 from gradfilter.plan import FROZEN, Entry, Plan
+from gradfilter.region.engine import Engine
+from gradfilter.region.engine import Engined as EngineForward
+from gradfilter.region.grid import takes
 
 Spec = Method | Mapping[str, Method | str] | Plan
 Layers = dict[str, tuple[nn.Module, Geometry | str]]
+Order = dict[nn.Module, int]
 
 
-def convert(model: nn.Module, what: Spec, *, last=None, example=None, norm="frozen") -> Plan:
+def convert(
+    model: nn.Module, what: Spec, *, last=None, example=None, norm="frozen", engine="auto"
+) -> Plan:
     """Give the layers of `model` the backward pass of `what`, in place; returns the plan.
 
     `what` is a method for every layer that it supports, a mapping of name patterns to methods
@@ -36,20 +43,30 @@ def convert(model: nn.Module, what: Spec, *, last=None, example=None, norm="froz
     order when an `example` input is given, else in registration order. `norm="frozen"` keeps
     batch-norm statistics fixed even after `model.train()`; "batch" leaves batch norm as it was.
 
-    Converting again replaces the earlier plan.
+    With an `example`, `engine="auto"` traces the model and runs what it can on the patch grid;
+    "layer" gives the same gradients at the layer level. The plan says where each layer runs.
+
+    Converting again replaces the earlier plan, which is taken off first.
     """
     _check(model, what, last, norm)
+    if engine not in ("auto", "layer"):
+        raise ValueError(f"convert: engine must be 'auto' or 'layer', got {engine!r}")
     revert(model)
-    layers = _layers(model, example)
-    entries, chosen = _entries(layers, what)
+    order = None if example is None else execution_order(model, example)
+    layers = _layers(model, order)
+    entries, chosen, frozen = _entries(layers, what)
+    front = list(what.front) if isinstance(what, Plan) else []
     if last is not None:
         if last > len(chosen):
             raise ValueError(f"convert: last={last}, but the model has {len(chosen)} such layers")
-        _freeze_front(model, layers[chosen[-last]][0], example)
+        front = _front(model, layers[chosen[-last]][0], order)
+    for name in front:
+        _freeze(model.get_submodule(name))
     for name, (module, shape) in layers.items():
-        if not entries[name].trained:
-            _freeze(module)
-        entries[name] = replace(entries[name], trained=module.weight.requires_grad)
+        if name in frozen:
+            for part in module.modules():
+                _freeze(part)
+        entries[name] = replace(entries[name], trained=_trained(module))
         # frozen layers are swapped too: plain PyTorch keeps the input of a frozen convolution
         if isinstance(shape, Geometry):
             _swap(module, Converted)
@@ -59,7 +76,11 @@ def convert(model: nn.Module, what: Spec, *, last=None, example=None, norm="froz
             if isinstance(module, _BatchNorm) and module.running_mean is not None:
                 _swap(module, FrozenNorm)
                 module.train(module.training)
-    return Plan(entries)
+    if example is not None:
+        where = engage(model, example, fused=engine == "auto")
+        for name, (module, _) in layers.items():
+            entries[name] = replace(entries[name], where=where.get(module))
+    return Plan(entries, front)
 
 
 def revert(model: nn.Module) -> None:
@@ -70,7 +91,8 @@ def revert(model: nn.Module) -> None:
         if isinstance(module, FrozenNorm):
             module.training = module.__dict__.pop("gf_mode")
         if isinstance(module, Swapped):
-            module.__dict__.pop("gf", None)
+            for name in ("gf", "gf_engine"):
+                module.__dict__.pop(name, None)
             module.__class__ = module.gf_original
 
 
@@ -84,13 +106,31 @@ class Layer:
 
     def start(self) -> tuple[Tensor, ...]:
         """The state to start from: a recomputed forward pass starts where the first one did."""
-        return self.before if torch._C._current_graph_task_id() != -1 else self.state
+        return self.before if _recomputing() else self.state
 
     def remember(self, kept: tuple[Tensor, ...]) -> None:
-        state = self.method.next_state(kept)
-        transformed = any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in state)
-        if state and not transformed and torch._C._current_graph_task_id() == -1:
-            self.before, self.state = self.state, tuple(t.detach() for t in state)
+        """Move on to the state after this batch; a recomputed pass ends where the first one did.
+
+        Reentrant checkpointing runs its first pass without gradients, so that nothing is kept
+        there and the state moves on when the pass is recomputed.
+        """
+        state = tuple(t.detach() for t in self.method.next_state(kept))
+        if _transformed(state):
+            return
+        if not _recomputing():
+            self.before = self.state
+        self.state = state or self.state
+
+
+def _recomputing() -> bool:
+    """Whether this forward pass runs inside a backward pass, as gradient checkpointing does."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def _transformed(state: tuple[Tensor, ...]) -> bool:
+    """Whether these are tensors of a torch.func transform, which must not outlive it."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return not torch.compiler.is_compiling() and any(wrapped(t) for t in state)
 
 
 class Swapped:
@@ -99,7 +139,7 @@ class Swapped:
     gf_original: type[nn.Module]
 
     def __reduce_ex__(self, protocol):
-        mixin = next(m for m in (Converted, FrozenNorm) if isinstance(self, m))
+        mixin = next(m for m in (Converted, FrozenNorm, Engined) if isinstance(self, m))
         return _rebuild, (self.gf_original, mixin), self.__dict__.copy()
 
 
@@ -108,9 +148,9 @@ class Converted(Swapped):
 
     gf: Layer
 
-    def forward(self, x: Tensor) -> Tensor:
-        single = x.ndim == (3 if isinstance(self.gf.shape.op, ConvOp) else 1)
-        x, op = self.gf.shape(x[None] if single else x)
+    def forward(self, input: Tensor) -> Tensor:  # named as in nn.Conv2d
+        single = input.ndim == (3 if isinstance(self.gf.shape.op, ConvOp) else 1)
+        x, op = self.gf.shape(input[None] if single else input)
         if self.gf.method.stateful:
             y, kept = autograd.apply(
                 op, self.gf.method, x, self.weight, self.bias, self.gf.start()
@@ -132,13 +172,36 @@ class FrozenNorm(Swapped):
         return super().train(False)
 
 
+class Engined(EngineForward, Swapped):
+    """A model whose forward pass the engine runs."""
+
+
+def engage(model: nn.Module, example, fused: bool) -> dict[nn.Module, str]:
+    """Put the engine on a model, or on the parts of it that can be traced; where each layer runs."""
+    args = example if isinstance(example, tuple | list) else (example,)
+    if isinstance(model, Swapped) or not any(takes(m) for m in _methods(model)):
+        return {}
+    _swap(model, Engined)
+    model.gf_engine = Engine(fused)
+    program = model.gf_engine.program(model, tuple(args))
+    if isinstance(program, str):
+        del model.gf_engine
+        model.__class__ = model.gf_original
+        return {m: f"layer level: {program}" for m in model.modules() if isinstance(m, Converted)}
+    return program.places()
+
+
+def _methods(model: nn.Module) -> list[Method]:
+    return [m.gf.method for m in model.modules() if isinstance(m, Converted)]
+
+
 def _rebuild(original: type[nn.Module], mixin: type) -> nn.Module:
     module = original.__new__(original)
     _swap(module, mixin)
     return module
 
 
-@lru_cache(maxsize=None)
+@cache
 def _swapped_class(original: type[nn.Module], mixin: type) -> type:
     return type(original.__name__, (mixin, original), {"gf_original": original})
 
@@ -167,33 +230,27 @@ def _check(model: nn.Module, what: Spec, last: int | None, norm: str) -> None:
             )
 
 
-def _layers(model: nn.Module, example) -> Layers:
+def _layers(model: nn.Module, order: Order | None) -> Layers:
     """The convolutions and Linear layers in the order they are counted, with their geometry."""
-    inside_attention = {
-        child
-        for module in model.modules()
-        if isinstance(module, nn.MultiheadAttention)
-        for child in module.modules()
+    read = {
+        parent._modules[child]: f"{type(parent).__name__} reads its weight without calling it"
+        for parent in model.modules()
+        for child in read_by_parent(parent)
     }
     found = {}
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Conv2d | nn.Linear):
+        if not isinstance(module, _ConvNd | nn.Linear):
             continue
-        if module in inside_attention:
-            found[name] = module, "nn.MultiheadAttention reads its weight without calling it"
-        else:
-            found[name] = module, geometry(module)
-    if example is None:
+        called = module not in read if order is None else module in order
+        shape = geometry(module) if called else read.get(module, "the example does not reach it")
+        found[name] = module, shape
+    if order is None:
         return found
-    order = execution_order(model, example)
-    for name, (module, _) in found.items():
-        if module not in order:
-            found[name] = module, "the example does not reach it"
     return dict(sorted(found.items(), key=lambda item: order.get(item[1][0], -1)))
 
 
-def _entries(layers: Layers, what: Spec) -> tuple[dict[str, Entry], list[str]]:
-    """The entry of every layer, and the names of those that got the method asked for."""
+def _entries(layers: Layers, what: Spec) -> tuple[dict[str, Entry], list[str], list[str]]:
+    """The entry of every layer; which layers got the method asked for; which are to be frozen."""
     if isinstance(what, Plan):
         return _replay(layers, what)
     if isinstance(what, Mapping):
@@ -206,7 +263,7 @@ def _entries(layers: Layers, what: Spec) -> tuple[dict[str, Entry], list[str]]:
         why = f" ({'; '.join(reasons[:3])})" if reasons else ""
         kind = type(what).__name__
         raise ValueError(f"convert: this model has no layer that {kind} can take{why}")
-    return entries, chosen
+    return entries, chosen, []
 
 
 def _exact_head(entries: dict[str, Entry]) -> dict[str, Entry]:
@@ -217,21 +274,24 @@ def _exact_head(entries: dict[str, Entry]) -> dict[str, Entry]:
     return {name: replace(e, method=Exact(), reason="the output layer stays exact")}
 
 
-def _replay(layers: Layers, plan: Plan) -> tuple[dict[str, Entry], list[str]]:
+def _replay(layers: Layers, plan: Plan) -> tuple[dict[str, Entry], list[str], list[str]]:
     """Entries from the plan of an earlier conversion."""
     unknown = [name for name in plan if name not in layers]
     if unknown:
         raise ValueError(f"convert: the plan is of another model: no layer {unknown[0]!r}")
-    entries = {name: _entry(*layer, None) for name, layer in layers.items()}
+    entries = {name: _entry(*layers[name], None) for name in (*plan, *layers)}
+    frozen = [name for name in plan.frozen if entries[name].trained]
     for name, e in plan.items():
-        if not e.reason:
-            entries[name] = replace(_entry(*layers[name], e.method, name), trained=e.trained)
-        elif not e.trained:
-            entries[name] = replace(entries[name], trained=False)
-    return entries, list(plan.converted)
+        if e.reason:
+            entries[name] = replace(entries[name], reason=entries[name].reason or e.reason)
+        else:
+            entries[name] = _entry(*layers[name], e.method, name)
+    return entries, list(plan.converted), frozen
 
 
-def _match(layers: Layers, what: Mapping[str, Method | str]) -> tuple[dict[str, Entry], list[str]]:
+def _match(
+    layers: Layers, what: Mapping[str, Method | str]
+) -> tuple[dict[str, Entry], list[str], list[str]]:
     """Entries from name patterns; a layer asked for by its full name must take its method."""
     asked: dict[str, Method | str] = {}
     for pattern, method in what.items():
@@ -243,15 +303,13 @@ def _match(layers: Layers, what: Mapping[str, Method | str]) -> tuple[dict[str, 
             hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
             raise ValueError(f"convert: {pattern!r} matches no convolution or Linear layer{hint}")
         asked |= dict.fromkeys(names, method)
+    frozen = [name for name, method in asked.items() if method == FROZEN]
     entries = {}
     for name, layer in layers.items():
-        method = asked.get(name)
-        if method == FROZEN:
-            entries[name] = replace(_entry(*layer, None), trained=False)
-        else:
-            entries[name] = _entry(*layer, method, name if name in what else None)
-    chosen = [n for n, method in asked.items() if method != FROZEN and not entries[n].reason]
-    return entries, [name for name in layers if name in chosen]
+        method = None if name in frozen else asked.get(name)
+        entries[name] = _entry(*layer, method, name if method and name in what else None)
+    chosen = [n for n in layers if n in asked and n not in frozen and not entries[n].reason]
+    return entries, chosen, frozen
 
 
 def _entry(
@@ -262,21 +320,24 @@ def _entry(
     With a `name` the layer was asked for by name, and must take the method.
     """
     kind = (LinearOp if isinstance(module, nn.Linear) else ConvOp).kind
-    trained = module.weight.requires_grad
     reason = shape if isinstance(shape, str) else method.supports(shape.op) if method else None
     if reason and name is not None:
         raise ValueError(f"convert: layer {name!r} cannot have {method!r}: {reason}")
-    return Entry(kind, Exact() if reason or not method else method, trained, reason)
+    return Entry(kind, Exact() if reason or not method else method, _trained(module), reason)
 
 
-def _freeze_front(model: nn.Module, first: nn.Module, example) -> None:
-    """Freeze every parameter of what comes before the module `first`."""
-    modules = list(model.modules())
-    if example is not None:
-        order = execution_order(model, example)
-        modules.sort(key=lambda m: order.get(m, -1))
-    for module in modules[: modules.index(first)]:
-        _freeze(module)
+def _trained(module: nn.Module) -> bool:
+    """Whether the weight is trained, or what it is computed from."""
+    if "weight" in module._parameters:
+        return module.weight.requires_grad
+    return any(p.requires_grad for p in module.parameters())
+
+
+def _front(model: nn.Module, first: nn.Module, order: Order | None) -> list[str]:
+    """Names of the modules that come before the module `first`."""
+    names = {module: name for name, module in model.named_modules()}
+    modules = list(names) if order is None else sorted(names, key=lambda m: order.get(m, -1))
+    return [names[module] for module in modules[: modules.index(first)]]
 
 
 def _freeze(module: nn.Module) -> None:

@@ -18,20 +18,25 @@ class Entry:
     method: Method
     trained: bool = True
     reason: str | None = None  # why the layer was left exact
+    where: str | None = None  # the region it runs in, or why it runs at the layer level
 
     def __str__(self) -> str:
         if not self.trained:
             return FROZEN
         if self.reason:
             return f"exact: {self.reason}"
-        return repr(self.method)
+        return repr(self.method) + (f"  {self.where}" if self.where else "")
 
 
 @dataclass
 class Plan(Mapping):
-    """Layer name -> Entry, in the order the layers were counted."""
+    """Layer name -> Entry, in the order the layers were counted.
+
+    `front` names the modules of every kind that `last` froze.
+    """
 
     entries: dict[str, Entry] = field(default_factory=dict)
+    front: list[str] = field(default_factory=list)
 
     def __getitem__(self, name: str) -> Entry:
         return self.entries[name]

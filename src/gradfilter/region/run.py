@@ -10,10 +10,10 @@ from gradfilter.layers import ConvOp
 from gradfilter.patches import upsample
 from gradfilter.region import grid
 from gradfilter.region.lower import Region
-from gradfilter.region.steps import Parameter, Step
+from gradfilter.region.steps import Conv, Parameter, Placed, Step
 
 
-TINY = 1e-20  # stands for a gamma of 0
+TINY = 1e-20  # stands for a gamma nearer to 0
 
 
 class Runner:
@@ -34,6 +34,9 @@ class Runner:
             for s in region.steps
             if getattr(s, "norm", None) is not None
         ]
+        # as the program was made: the modes may change before a backward pass
+        self.batched = {id(n) for _, n in self.norms if n.training or n.running_mean is None}
+        self.places: dict[tuple, Placed] = {}
         self.last_use = {v: i for i, s in enumerate(region.steps) for v in s.inputs}
 
     def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
@@ -44,6 +47,13 @@ class Runner:
             return Forward(self, inputs, tensors, frozenset(), ()).run()
         flags = tuple(t.requires_grad for t in (*inputs, *tensors))
         return list(_RegionFunction.apply(self, flags, len(inputs), *inputs, *tensors))
+
+    def epsilons(self, norms: list[nn.Module], like: Tensor) -> Tensor | float:
+        """The epsilon of every channel of these batch norms; one number where they agree."""
+        first = norms[0].eps
+        if all(n.eps == first for n in norms):
+            return first
+        return torch.cat([like.new_full((n.num_features,), n.eps) for n in norms])
 
     def needs(self, flags: tuple[bool, ...]) -> frozenset[int]:
         """The values that a gradient has to reach."""
@@ -77,7 +87,7 @@ class _State:
 
     def batch_norm(self, norm: nn.Module) -> bool:
         """Whether a batch norm uses the statistics of the batch."""
-        return norm.training or norm.running_mean is None
+        return id(norm) in self.runner.batched
 
     def scale(self, norm: nn.Module) -> Tensor:
         """gamma / sigma of a frozen batch norm, never 0, so that it can be divided out again."""
@@ -95,9 +105,9 @@ class Forward(_State):
         self.dense: dict[int, Tensor] = dict(zip(runner.region.inputs, inputs, strict=True))
         self.means: dict[int, Tensor] = {}
         self.saved: dict[tuple, Tensor] = {}
-        self.notes: dict[tuple, object] = {}
+        self.notes: dict[object, object] = {}
         self.wanted = {v for s in runner.region.steps if s.out in needs for v in s.means(self.trained)}
-        self.shifts: dict[int, Tensor] = {}
+        self.shifts: dict[tuple[int, int], Tensor] = {}  # of a convolution and its batch norm
         self.here = 0
         self._fold()
 
@@ -126,36 +136,31 @@ class Forward(_State):
         """Scale and shift that follow a convolution: its bias and its frozen batch norm."""
         if norm is None:
             return None, self.optional(conv, "bias")
-        return self.folded[id(norm)][0], self.shifts[id(norm)]
+        return self.folded[id(norm)][0], self.shifts[id(conv), id(norm)]
 
     def _fold(self) -> None:
-        """Scale, 1/sigma and shift of every frozen batch norm, all layers at once."""
+        """Scale, 1/sigma and shift of every frozen batch norm, all layers in one vector."""
         pairs = [p for p in self.runner.norms if not self.batch_norm(p[1])]
         if not pairs:
             return
         norms = [norm for _, norm in pairs]
-        rstds = torch._foreach_add([n.running_var for n in norms], [n.eps for n in norms])
-        torch._foreach_rsqrt_(rstds)
-        gammas = [self._gamma(n, r) for n, r in zip(norms, rstds, strict=True)]
-        zeros = torch._foreach_sign(gammas)  # 0 where gamma is 0
-        torch._foreach_abs_(zeros)
-        torch._foreach_mul_(zeros, -TINY)
-        torch._foreach_add_(zeros, TINY)  # TINY there, else 0
-        scales = torch._foreach_add(gammas, zeros)
-        torch._foreach_mul_(scales, rstds)
-        means = [self._centre(conv, norm) for conv, norm in pairs]
-        shifts = torch._foreach_mul(means, scales)
-        torch._foreach_neg_(shifts)
-        betas = [self.optional(n, "bias") for n in norms]
-        if None not in betas:
-            torch._foreach_add_(shifts, betas)
-        for norm, scale, rstd, shift in zip(norms, scales, rstds, shifts, strict=True):
-            self.folded[id(norm)] = scale, rstd
-            self.shifts[id(norm)] = shift
+        variance = torch.cat([n.running_var for n in norms])
+        eps = self.runner.epsilons(norms, variance)
+        rstd = torch.rsqrt(variance + eps)
+        gamma = torch.cat([self._or_full(n, "weight", 1.0) for n in norms])
+        scale = torch.where(gamma.abs() < TINY, TINY, gamma) * rstd
+        mean = torch.cat([self._centre(*pair) for pair in pairs])
+        beta = torch.cat([self._or_full(n, "bias", 0.0) for n in norms])
+        shift = torch.addcmul(beta, mean, scale, value=-1)
+        sizes = [n.num_features for n in norms]
+        parts = zip(scale.split(sizes), rstd.split(sizes), shift.split(sizes), strict=True)
+        for (conv, norm), (own_scale, own_rstd, own_shift) in zip(pairs, parts, strict=True):
+            self.folded[id(norm)] = own_scale, own_rstd
+            self.shifts[id(conv), id(norm)] = own_shift
 
-    def _gamma(self, norm: nn.Module, like: Tensor) -> Tensor:
-        gamma = self.optional(norm, "weight")
-        return torch.ones_like(like) if gamma is None else gamma
+    def _or_full(self, norm: nn.Module, name: str, value: float) -> Tensor:
+        p = self.optional(norm, name)
+        return torch.full_like(norm.running_var, value) if p is None else p
 
     def _centre(self, conv: nn.Module | None, norm: nn.Module) -> Tensor:
         """The mean the batch norm subtracts, less the bias of the convolution before it."""
@@ -182,6 +187,15 @@ class Forward(_State):
             return y.view(n, h, width, -1).permute(0, 3, 1, 2)
         y = op.forward(x, w, None)
         return y.contiguous(memory_format=torch.channels_last)
+
+    def place(self, step: Conv, x: Tensor) -> Placed:
+        """The convolution for this size of input; worked out once per size."""
+        key = step.out, x.shape[2], x.shape[3], x.dtype, x.device
+        found = self.runner.places.get(key)
+        if found is None:
+            found = self.runner.places[key] = step.place(self.method, x)
+        self.notes[step.out] = found
+        return found
 
     def keep(self, step: Step, name: str, x: Tensor) -> None:
         if step.out in self.needs:
@@ -225,6 +239,17 @@ class Backward(_State):
     def mean(self, value: int) -> Tensor:
         return self.means[value]
 
+    def placed(self, step: Conv) -> Placed:
+        return self.notes[step.out]
+
+    def weight_wanted(self, step: Conv) -> bool:
+        """Whether the gradient of the (folded) weight is needed."""
+        return self.trained(step.module, "weight") or self.trained(step.norm, "weight")
+
+    def shift_wanted(self, step: Conv) -> bool:
+        """Whether the sum of g over all pixels is needed."""
+        return any(self.trained(m, n) for m, n in step.parameters())
+
     def noted(self, step: Step, name: str):
         return self.notes[step.out, name]
 
@@ -237,6 +262,7 @@ class _RegionFunction(torch.autograd.Function):
         outputs = f.run()
         ctx.runner, ctx.flags, ctx.needs, ctx.notes = runner, flags, f.needs, f.notes
         ctx.folded = f.folded
+        ctx.set_materialize_grads(False)  # what no gradient reaches gets none, not zeros
         ctx.saved_keys, ctx.mean_keys = list(f.saved), list(f.means)
         ctx.x_shapes = [tuple(x.shape) for x in inputs]
         ctx.save_for_backward(*f.saved.values(), *f.means.values(), *parameters)

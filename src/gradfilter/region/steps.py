@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from gradfilter import autograd, kernels
 from gradfilter.geometry import Geometry
 from gradfilter.kernels.eager import ACTIVATIONS, pool_reach
+from gradfilter.layers import ConvOp
 from gradfilter.region import grid
 
 Act = tuple[str, float]
 NONE: Act = ("none", 0.0)
+Pair = tuple[int, int]
 Parameter = tuple[nn.Module, str]
 
 
@@ -83,6 +85,19 @@ class MaxPool:
 
 
 @dataclass
+class Placed:
+    """A convolution for one size of its input: what its steps would look up again and again."""
+
+    op: ConvOp
+    size: Pair  # of its output
+    side: Pair
+    area: Tensor | float
+    grid: grid.GridConv
+    pooled: Pair | None  # patch side behind a max-pool
+    reach: list[list[int]] | None
+
+
+@dataclass
 class Conv(Step):
     """Convolution, then batch norm, plus another value, then an activation, then a max-pool.
 
@@ -121,16 +136,28 @@ class Conv(Step):
         p = self.pool
         return F.max_pool2d(a, p.kernel, p.stride, p.padding, p.dilation)
 
+    def place(self, method, x: Tensor) -> Placed:
+        """The convolution for inputs of the size, type and device of x."""
+        x_size = tuple(x.shape[-2:])
+        op = self.shape(x)[1]
+        size = op.output_size(x_size)
+        side = grid.side(method, size)
+        area = grid.areas(method, size, x.dtype, x.device)
+        conv = grid.grid_conv(method, op, x_size, x.dtype, x.device)
+        pooled = reach = None
+        if self.pool is not None:
+            pooled = grid.side(method, self.pool.size(size))
+            reach = self.pool.reach(size, side, pooled)
+        return Placed(op, size, side, area, conv, pooled, reach)
+
     def forward(self, c):
-        x, op = self.shape(c.dense[self.inputs[0]])
+        x = c.dense[self.inputs[0]]
+        place = c.place(self, x)
+        op, side = place.op, place.side
         w = c.parameter(self.module, "weight")
         keep = self.out in c.needs
-        size = op.output_size(tuple(x.shape[-2:]))
         batch = self.norm is not None and c.batch_norm(self.norm)
         scale, shift = (None, None) if batch else c.affine(self.module, self.norm)
-        side = grid.side(c.method, size)
-        c.note(self, "x_size", tuple(x.shape[-2:]))
-        c.note(self, "size", size)
         last = self.residual is None and self.pool is None and not batch
         if op.groups > 1 and op.groups == w.shape[0] == x.shape[1]:
             act = self.act if last else NONE
@@ -147,7 +174,7 @@ class Conv(Step):
         if batch:
             scale, shift = self._batch_statistics(c, y, side, keep)
         if self.pool is not None:
-            return self._pooled(c, y, scale, shift, side, keep)
+            return self._pooled(c, y, scale, shift, place, keep)
         residual = None if self.residual is None else c.dense[self.residual]
         self._finish(c, *kernels.epilogue(y, scale, shift, self.act, side, residual, keep))
 
@@ -156,15 +183,14 @@ class Conv(Step):
         if slope is not None:
             c.keep(self, "slope", slope)
 
-    def _pooled(self, c, y, scale, shift, side, keep):
+    def _pooled(self, c, y, scale, shift, place, keep):
+        p, sides = self.pool, (place.side, place.pooled)
         if self.residual is not None:
-            y, _, _ = kernels.epilogue(y, scale, shift, NONE, side, c.dense[self.residual], False)
+            residual = c.dense[self.residual]
+            y, _, _ = kernels.epilogue(y, scale, shift, NONE, place.side, residual, False)
             scale = shift = None
-        p = self.pool
-        out_side = grid.side(c.method, p.size(tuple(y.shape[-2:])))
         out, mean, route = kernels.max_pool(
-            y, scale, shift, self.act, p.kernel, p.stride, p.padding, p.dilation, side, out_side,
-            keep,
+            y, scale, shift, self.act, p.kernel, p.stride, p.padding, p.dilation, *sides, keep
         )
         c.write(self.out, out, mean)
         if keep:
@@ -186,62 +212,50 @@ class Conv(Step):
         return scale, shift
 
     def backward(self, c, g):
-        x_size, size = c.noted(self, "x_size"), c.noted(self, "size")
+        place = c.placed(self)
         if self.pool is not None:
-            g = self._unpool(c, g, size)
-        slope = c.kept(self, "slope")
-        if slope is not None:
-            g = g * slope
-        if self.residual is not None:
-            c.add(self.residual, g)
-        if self.norm is not None and c.batch_norm(self.norm):
-            g = self._batch_norm_backward(c, g, size)
-        self._convolution_backward(c, g, x_size, size)
+            g = self._unpool(c, g, place)
+        batch = self.norm is not None and c.batch_norm(self.norm)
+        scale = None if self.norm is None or batch else c.scale(self.norm)
+        need_sum = not batch and c.shift_wanted(self)
+        slope, add = c.kept(self, "slope"), self.residual in c.needs
+        z, g, g_shift = kernels.slope_backward(g, slope, scale, place.area, need_sum, add)
+        if add:
+            c.add(self.residual, z)
+        if batch:
+            g = self._batch_norm_backward(c, g, place)
+        self._convolution_backward(c, g, g_shift, place)
 
-    def _unpool(self, c, g, size):
+    def _unpool(self, c, g, place):
         route = c.kept(self, "route")
-        side_in = grid.side(c.method, size)
-        side_out = grid.side(c.method, self.pool.size(size))
-        first = self.pool.reach(size, side_in, side_out)
-        count = tuple(-(-s // r) for s, r in zip(size, side_in, strict=True))
-        gx = kernels.max_pool_grid_backward(g, route, *first, count)
-        return gx / grid.areas(c.method, size, g.dtype, g.device)
+        count = tuple(-(-s // r) for s, r in zip(place.size, place.side, strict=True))
+        return kernels.max_pool_grid_backward(g, route, *place.reach, count) / place.area
 
-    def _batch_norm_backward(self, c, g, size):
+    def _batch_norm_backward(self, c, g, place):
         normal, rstd = c.kept(self, "normal"), c.kept(self, "rstd")
-        area = grid.areas(c.method, size, g.dtype, g.device)
         gamma = c.optional(self.norm, "weight")
-        g_beta, g_gamma = grid.pixel_sum(g, area), grid.pixel_sum(g * normal, area)
+        g_beta, g_gamma = grid.pixel_sum(g, place.area), grid.pixel_sum(g * normal, place.area)
         c.gradient(self.norm, "weight", g_gamma)
         c.gradient(self.norm, "bias", g_beta)
-        pixels = g.shape[0] * size[0] * size[1]
+        pixels = g.shape[0] * place.size[0] * place.size[1]
         centred = g - (g_beta[:, None, None] + normal * g_gamma[:, None, None]) / pixels
         return centred * (rstd if gamma is None else rstd * gamma)[:, None, None]
 
-    def _convolution_backward(self, c, g, x_size, size):
+    def _convolution_backward(self, c, g, g_shift, place):
         """Both gradients on the grid, and the folded batch norm's from the weight's."""
-        w = c.parameter(self.module, "weight")
-        folded = self.norm is not None and not c.batch_norm(self.norm)
-        scale = c.scale(self.norm) if folded else None
-        op = replace_padding(self.shape, x_size)
-        conv = grid.grid_conv(c.method, op, x_size, g.dtype, g.device)
-        x = self.inputs[0]
-        need_gx = x in c.needs
-        need_gw = any(True for _ in self.means(c.trained))
-        area = grid.areas(c.method, size, g.dtype, g.device)
-        if any(c.trained(m, n) for m, n in self.parameters()):
-            g_shift = grid.pixel_sum(g, area)
-        if folded:
-            g = g * scale[:, None, None]
-        gx, gw = conv.backward(g, c.mean(x) if need_gw else None, w, need_gx, need_gw)
-        if folded:
-            fold_backward(c, self.module, self.norm, gw, w, g_shift)
-        if c.trained(self.module, "bias"):
-            c.gradient(self.module, "bias", g_shift * scale if folded else g_shift)
-        if need_gw:
-            c.gradient(self.module, "weight", gw)
+        x, w = self.inputs[0], c.parameter(self.module, "weight")
+        need_gx, need_gw = x in c.needs, c.weight_wanted(self)
+        gx, gw = place.grid.backward(g, c.mean(x) if need_gw else None, w, need_gx, need_gw)
         if need_gx:
             c.add(x, gx)
+        if need_gw:
+            c.gradient(self.module, "weight", gw)
+        if self.norm is not None and not c.batch_norm(self.norm):
+            fold_backward(c, self.module, self.norm, gw, w, g_shift)
+        elif c.trained(self.module, "bias"):
+            c.gradient(
+                self.module, "bias", grid.pixel_sum(g, place.area) if g_shift is None else g_shift
+            )
 
 
 def fold(norm: nn.Module) -> tuple[Tensor, Tensor]:
@@ -254,30 +268,21 @@ def fold(norm: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 def fold_backward(c, conv, norm, gw, w, g_shift) -> None:
-    """Gradients of gamma and beta through the folded weight and bias.
+    """Gradients of gamma, beta and the convolution's bias through the folded weight and bias.
 
     `gw` is that of w, the folded weight's times the scale; dividing by it gives the latter back.
     """
     if c.trained(norm, "bias"):
         c.gradient(norm, "bias", g_shift)
+    if c.trained(conv, "bias"):
+        c.gradient(conv, "bias", g_shift * c.scale(norm))
     if c.trained(norm, "weight"):
-        product = row_dots(gw, w) / c.scale(norm)
-        centre = -norm.running_mean
+        product = kernels.row_dots(gw, w) / c.scale(norm)
+        centre = norm.running_mean
         if conv.bias is not None:
-            centre = centre + c.parameter(conv, "bias")
-        c.gradient(norm, "weight", torch.addcmul(product, g_shift, centre) * c.rstd(norm))
-
-
-def row_dots(a: Tensor, b: Tensor) -> Tensor:
-    """<a[o], b[o]> of two weights, in whichever layout they share."""
-    if not (a.is_contiguous() and b.is_contiguous()):
-        a, b = (t.permute(0, 2, 3, 1) for t in (a, b))
-    return torch.linalg.vecdot(a.flatten(1), b.flatten(1).to(a.dtype))
-
-
-def replace_padding(shape: Geometry, x_size):
-    """The op of a geometry for an input of this size."""
-    return shape(torch.empty(0, 0, *x_size))[1] if shape.same else shape.op
+            centre = centre - c.parameter(conv, "bias")
+        g_gamma = torch.addcmul(product, g_shift, centre, value=-1).mul_(c.rstd(norm))
+        c.gradient(norm, "weight", g_gamma)
 
 
 def plain_activation(z: Tensor, act: Act) -> Tensor:
