@@ -66,7 +66,13 @@ CONVS = {
     "one-channel": Case(_conv(3, pad=1), 1, 1, (6, 6)),
 }
 
-LINEARS = {"2d": (5, 6), "3d": (3, 7, 6), "tokens": (2, 17, 6), "square": (2, 16, 6), "4d": (2, 5, 4, 6)}
+LINEARS = {
+    "2d": (5, 6),
+    "3d": (3, 7, 6),
+    "tokens": (2, 17, 6),
+    "square": (2, 16, 6),
+    "4d": (2, 5, 4, 6),
+}
 
 # every method appears here; a new one is tested by being listed
 METHODS = [

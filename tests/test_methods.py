@@ -103,7 +103,9 @@ def assert_galerkin(op, method, x, w, b, g):
 
 
 @convs
-@pytest.mark.parametrize("method", [m for m in METHODS if isinstance(m, gf.GalerkinFilter)], ids=repr)
+@pytest.mark.parametrize(
+    "method", [m for m in METHODS if isinstance(m, gf.GalerkinFilter)], ids=repr
+)
 def test_galerkin_equals_its_dense_definition(case, method):
     assert_galerkin(case.op, method, *case.tensors())
 
@@ -252,7 +254,7 @@ def test_hosvd_weight_gradient_is_that_of_the_rebuilt_input(groups):
 def test_svd_weight_gradient_is_that_of_the_rebuilt_input():
     case = CONVS["3x3-stride2"]
     x, w, b, g = Case(case.op, 4, 6, (8, 8), batch=6).tensors()
-    u, samples = gf.Svd(energy=0.6).keep(case.op, x)
+    samples, u = gf.Svd(energy=0.6).keep(case.op, x)
     assert u.shape[1] < 6
     rebuilt = torch.einsum("nr,rchw->nchw", u, samples)
     found = gradients(case.op, gf.Svd(energy=0.6), x, w, b, g)[2]
@@ -261,7 +263,8 @@ def test_svd_weight_gradient_is_that_of_the_rebuilt_input():
 
 def test_subspace_iteration_converges_to_the_leading_subspace():
     noise = torch.Generator().manual_seed(0)
-    factors = [torch.linalg.qr(torch.randn(s, 2, generator=noise).double())[0] for s in (6, 5, 8, 7)]
+    sides = [torch.randn(size, 2, generator=noise).double() for size in (6, 5, 8, 7)]
+    factors = [torch.linalg.qr(side)[0] for side in sides]
     core = torch.randn(2, 2, 2, 2, generator=noise).double()
     x = core
     for mode, factor in enumerate(factors):
@@ -349,7 +352,8 @@ def test_a_constant_sample_survives_int8():
     ],
 )
 def test_bad_settings_are_refused_by_name(make):
-    with pytest.raises(ValueError, match="GradientFilter|GalerkinFilter|Svd|Hosvd|Subspace|Walsh|Int8"):
+    names = "GradientFilter|GalerkinFilter|Svd|Hosvd|SubspaceIteration|WalshHadamard|Int8"
+    with pytest.raises(ValueError, match=f"^({names}): "):
         make()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -34,7 +36,7 @@ class _Layer(torch.autograd.Function):
             return (None,) * ctx.count
         w, *kept = ctx.saved_tensors
         op, method = ctx.op, ctx.method
-        with torch.no_grad():
+        with torch.no_grad(), _no_autocast(g):
             gx = gw = gb = None
             filtered = method.filter(op, g)
             if ctx.needs_input_grad[0]:
@@ -63,8 +65,8 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx, _):
         raise RuntimeError(
-            f"double backward through a layer converted to {ctx.method}: its gradient is an "
-            "approximation and has no derivative; revert the model, or leave the layer out"
+            f"double backward through a layer converted to {ctx.method}: the gradient of a "
+            "converted layer has no derivative; revert the model first"
         )
 
 
@@ -76,14 +78,24 @@ def apply(
     needs = (x, w) if b is None else (x, w, b)
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in needs)):
         return op.forward(x, w, b), ()
-    with torch.autocast(x.device.type, enabled=False):
+    with _no_autocast(x):
         y, *kept = _Layer.apply(x, w, b, op, method, w.requires_grad, *state)
     return y, tuple(kept)
 
 
 def _autocast(x: Tensor, w: Tensor, b: Tensor | None):
     """What autocast would do to a convolution's arguments, done where autograd can see it."""
-    if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
+    kind = x.device.type
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    if not on or x.dtype == torch.float64:
         return x, w, b
-    dtype = torch.get_autocast_dtype(x.device.type)
+    dtype = torch.get_autocast_dtype(kind)
     return x.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
+
+
+def _no_autocast(t: Tensor):
+    """Autocast off, so that a method's own arithmetic keeps the precision it asks for."""
+    kind = t.device.type
+    if not torch.amp.is_autocast_available(kind):  # the meta device
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)

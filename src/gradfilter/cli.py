@@ -32,8 +32,8 @@ def demo(args: argparse.Namespace) -> None:
 def demo_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     default = ["exact", "gradient-filter", "galerkin", "hosvd"]
-    add("--methods", nargs="+", default=default, metavar="METHOD", help=f"{' '.join(default)}")
-    add("--steps", type=whole, default=80)
+    add("--methods", nargs="+", default=default, metavar="METHOD", help="names from the README")
+    add("--steps", type=whole, default=60)
     add("--size", type=whole, default=96, help="image side in pixels")
     add("--batch", type=whole, default=32, help="images a step")
     add("--lr", type=float, default=0.03, help="learning rate at the first step")
@@ -59,7 +59,7 @@ def info(args: argparse.Namespace) -> None:
         "threads": torch.get_num_threads(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "cuda": cuda,
-        **{f"{name} kernels": text for name, text in kernels.status().items()},
+        **{f"kernels, {name}": text for name, text in kernels.status().items()},
     }
     for name, value in lines.items():
         print(f"{name:<28} {value}")
@@ -82,7 +82,8 @@ def cost(args: argparse.Namespace) -> None:
     else:
         print("ranks depend on the data: these are of noise in a network of random weights")
         x = torch.randn(shape)
-    with user_errors(RuntimeError, AssertionError, ValueError):
+    about = f"{args.model} cannot take {args.size}x{args.size} images: "
+    with user_errors(RuntimeError, AssertionError, ValueError, about=about):
         print(gradfilter.cost(model, x).table())
 
 
@@ -104,12 +105,18 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         args.run(args)
-    except (UserError, ImportError) as error:
-        print(f"gradfilter {args.command}: {error}", file=sys.stderr)
-        return 2
+    except UserError as error:
+        return fail(args.command, str(error))
+    except ModuleNotFoundError as error:
+        return fail(args.command, f"needs {error.name}: pip install 'gradfilter[train]'")
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def fail(command: str, message: str) -> int:
+    print(f"gradfilter {command}: {message}", file=sys.stderr)
+    return 2
 
 
 class Parser(argparse.ArgumentParser):
@@ -139,7 +146,7 @@ def method_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that choose a method; each knob has the name it has in Python."""
     group = parser.add_argument_group("method", argument_default=argparse.SUPPRESS)
     add = group.add_argument
-    add("--method", default="exact", help="a name from the table in the README")
+    add("--method", default="exact", help="a name from the README")
     add("--patch", type=whole, help="patch side, in pixels")
     add("--grid", type=whole, help="patches a side")
     add("--bases", type=whole, help="Walsh-Hadamard coefficients per patch")
@@ -179,12 +186,12 @@ def build_method(name: str, **knobs):
 
 
 @contextmanager
-def user_errors(*kinds: type[Exception]):
+def user_errors(*kinds: type[Exception], about: str = ""):
     """Exceptions of these kinds are the user's to hear about, in one line."""
     try:
         yield
     except kinds as error:
-        raise UserError(str(error).strip().partition("\n")[0]) from error
+        raise UserError(about + str(error).strip().partition("\n")[0]) from error
 
 
 def whole(text: str) -> int:

@@ -21,15 +21,18 @@ from gradfilter import autograd
 from gradfilter.geometry import Geometry, geometry, read_by_parent
 from gradfilter.layers import ConvOp, LinearOp
 from gradfilter.methods import Exact, Method
-from gradfilter.order import execution_order
+from gradfilter.order import call, evaluating, execution_order
 from gradfilter.plan import FROZEN, Entry, Plan
-from gradfilter.region.engine import Engine
+from gradfilter.region.engine import Engine, Program, unsuitable
 from gradfilter.region.engine import Engined as EngineForward
 from gradfilter.region.grid import takes
 
 Spec = Method | Mapping[str, Method | str] | Plan
 Layers = dict[str, tuple[nn.Module, Geometry | str]]
 Order = dict[nn.Module, int]
+Calls = dict[nn.Module, tuple[tuple, Mapping]]  # arguments and keyword arguments
+
+PARTS_DEPTH = 4  # how deep to look for parts that can be traced
 
 
 def convert(
@@ -178,21 +181,66 @@ class Engined(EngineForward, Swapped):
 
 def engage(model: nn.Module, example, fused: bool) -> dict[nn.Module, str]:
     """Put the engine on a model, or on the parts of it that can be traced; where each layer runs."""
-    args = example if isinstance(example, tuple | list) else (example,)
-    if isinstance(model, Swapped) or not any(takes(m) for m in _methods(model)):
+    if isinstance(example, Mapping):
+        calls: Calls = {model: ((), example)}
+    else:
+        args = example if isinstance(example, tuple | list) else (example,)
+        calls = {model: (tuple(args), {})}
+    places = _engage(model, "", calls, fused, 0)
+    if hasattr(model, "gf_engine") or not places:
+        return places
+    return places | _engage(model, "", _first_calls(model, example), fused, PARTS_DEPTH)
+
+
+def _engage(
+    module: nn.Module, name: str, calls: Calls, fused: bool, depth: int
+) -> dict[nn.Module, str]:
+    """Try a module as a whole, else its children; a module that is never called has only those."""
+    layers = [m for m in module.modules() if isinstance(m, Converted)]
+    if isinstance(module, Swapped) or not any(takes(m.gf.method) for m in layers):
         return {}
-    _swap(model, Engined)
-    model.gf_engine = Engine(fused)
-    program = model.gf_engine.program(model, tuple(args))
+    places: dict[nn.Module, str] = {}
+    if module in calls:
+        program = _program(module, *calls[module], fused)
+        if not isinstance(program, str):
+            return program.places(name)
+        places = {m: f"layer level: {program}" for m in layers}
+        depth -= 1
+    if depth >= 0:
+        for child, part in module.named_children():
+            places |= _engage(part, f"{name}.{child}".lstrip("."), calls, fused, depth)
+    return places
+
+
+def _program(module: nn.Module, args: tuple, kwargs: Mapping, fused: bool) -> Program | str:
+    """Put the engine on a module called like this; its program, or why there is none."""
+    reason = unsuitable(args, kwargs)
+    if reason:
+        return reason
+    _swap(module, Engined)
+    module.gf_engine = Engine(fused)
+    program = module.gf_engine.program(module, args)
     if isinstance(program, str):
-        del model.gf_engine
-        model.__class__ = model.gf_original
-        return {m: f"layer level: {program}" for m in model.modules() if isinstance(m, Converted)}
-    return program.places()
+        del module.gf_engine
+        module.__class__ = module.gf_original
+    return program
 
 
-def _methods(model: nn.Module) -> list[Method]:
-    return [m.gf.method for m in model.modules() if isinstance(m, Converted)]
+def _first_calls(model: nn.Module, example) -> Calls:
+    """The arguments each module is first called with."""
+    calls: Calls = {}
+
+    def note(module, args, kwargs):
+        calls.setdefault(module, (args, kwargs))
+
+    hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in model.modules()]
+    try:
+        with torch.no_grad(), evaluating(model):
+            call(model, example)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
 
 
 def _rebuild(original: type[nn.Module], mixin: type) -> nn.Module:

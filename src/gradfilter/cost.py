@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from gradfilter.convert import Converted
+from gradfilter.convert import Converted, Engined
 from gradfilter.geometry import geometry
 from gradfilter.layers import ConvOp
 from gradfilter.methods import Exact
@@ -84,17 +86,39 @@ def cost(model: nn.Module, example) -> Cost:
 
     Convolutions and Linear layers are counted by their method. Of every other module the kept
     bytes are what autograd saves in it; a tensor that two modules keep counts once, in the layer.
+    All of it is the cost at the layer level: an engine on the model is left out.
     On the meta device a rank that depends on the data cannot be known: use a real example there.
     """
     walk = _Walk(model)
     handles = [h for name, m in model.named_modules() for h in walk.watch(name, m)]
     try:
-        with torch.enable_grad(), evaluating(model), saved_tensors_hooks(walk.saved, lambda t: t):
+        with (
+            torch.enable_grad(),
+            evaluating(model),
+            _layer_level(model),
+            saved_tensors_hooks(walk.saved, lambda t: t),
+        ):
             call(model, example)
     finally:
         for handle in handles:
             handle.remove()
     return Cost(walk.rows())
+
+
+@contextmanager
+def _layer_level(model: nn.Module) -> Iterator[None]:
+    """Every layer by itself for a while; what warm-started layers remember is put back."""
+    engined = {m: type(m) for m in model.modules() if isinstance(m, Engined)}
+    states = [(m.gf, m.gf.before, m.gf.state) for m in model.modules() if isinstance(m, Converted)]
+    for module in engined:
+        module.__class__ = module.gf_original
+    try:
+        yield
+    finally:
+        for module, swapped in engined.items():
+            module.__class__ = swapped
+        for layer, before, state in states:
+            layer.before, layer.state = before, state
 
 
 class _Walk:
@@ -113,18 +137,21 @@ class _Walk:
     def watch(self, name: str, module: nn.Module) -> list:
         """Hooks that follow one module."""
 
-        def enter(_, inputs):
+        def enter(*_):
             self.modules.setdefault(name, module)
             self.stack.append(name)
 
-        def leave(_, inputs, output):
+        def leave(_, inputs, named, output):
             self.stack.pop()
             if isinstance(module, nn.Conv2d | nn.Linear):
-                self.layer(name, module, inputs[0], output)
+                self.layer(name, module, [*inputs, *named.values()][0])
             elif isinstance(output, Tensor):
                 self.elements[name] = self.elements.get(name, 0) + output.numel()
 
-        return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+        return [
+            module.register_forward_pre_hook(enter),
+            module.register_forward_hook(leave, with_kwargs=True),
+        ]
 
     def saved(self, t: Tensor) -> Tensor:
         """A tensor autograd saves: charged to the innermost module, once per storage."""
@@ -135,7 +162,7 @@ class _Walk:
             self.held.append(t)  # a freed storage's address could be used again
         return t
 
-    def layer(self, name: str, module: nn.Module, x: Tensor, y: Tensor) -> None:
+    def layer(self, name: str, module: nn.Module, x: Tensor) -> None:
         """Count a convolution or Linear layer."""
         shape = module.gf.shape if isinstance(module, Converted) else geometry(module)
         if isinstance(shape, str):

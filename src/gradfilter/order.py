@@ -32,10 +32,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def execution_order(model: nn.Module, example) -> dict[nn.Module, int]:
     """Module -> position of its first call."""
     order: dict[nn.Module, int] = {}
-    hooks = [
-        module.register_forward_pre_hook(lambda m, _: order.setdefault(m, len(order)))
-        for module in model.modules()
-    ]
+
+    def note(module, _):
+        order.setdefault(module, len(order))
+
+    hooks = [module.register_forward_pre_hook(note) for module in model.modules()]
     try:
         with torch.no_grad(), evaluating(model):
             call(model, example)

@@ -11,17 +11,24 @@ import math
 import torch
 from torch import Tensor
 
-from gradfilter.layers import ConvOp, Op
+from gradfilter.layers import ConvOp, LinearOp, Op
+
+
+def unfold(x: Tensor, mode: int) -> Tensor:
+    """x as a matrix whose rows are the slices of one mode. [dim, everything else]"""
+    return x.movedim(mode, 0).flatten(1)
 
 
 def gram(x: Tensor, mode: int) -> Tensor:
     """Unfolding times its transpose. [dim, dim]"""
-    rest = [i for i in range(x.ndim) if i != mode]
-    return torch.tensordot(x, x, dims=(rest, rest))
+    rows = unfold(x, mode)
+    return rows @ rows.T
 
 
 def leading(gram_matrix: Tensor, energy: float) -> Tensor:
     """The fewest leading eigenvectors whose eigenvalues hold a share `energy` of the trace."""
+    if gram_matrix.is_meta:
+        raise RuntimeError("a rank by energy depends on the data: the meta device has none")
     values, vectors = torch.linalg.eigh(gram_matrix)
     if energy == 1:
         return vectors.flip(-1)
@@ -32,72 +39,135 @@ def leading(gram_matrix: Tensor, energy: float) -> Tensor:
 
 def rotate(x: Tensor, factor: Tensor, mode: int) -> Tensor:
     """Multiply mode `mode` of x by factor^T: [.., dim, ..] -> [.., rank, ..]"""
-    return torch.tensordot(x, factor, dims=([mode], [0])).movedim(-1, mode)
+    if mode == x.ndim - 1:
+        return x @ factor
+    before, after = x.shape[:mode], x.shape[mode + 1 :]
+    # matrix products in place of a permuted copy of x
+    y = factor.T @ x.reshape(math.prod(before), x.shape[mode], math.prod(after))
+    return y.reshape(*before, factor.shape[1], *after)
+
+
+def decompose(x: Tensor, energy: float, modes: int) -> tuple[Tensor, ...]:
+    """The core of x and the factors of its first `modes` modes.
+
+    Compiled, they come packed as (values, ranks): their shapes depend on the data, and so there
+    is one unknown size for a tracer to carry instead of several.
+    """
+    x = x if x.dtype == torch.float64 else x.float()
+    return _packed(x, energy, modes) if torch.compiler.is_compiling() else _parts(x, energy, modes)
+
+
+def _parts(x: Tensor, energy: float, modes: int) -> tuple[Tensor, ...]:
+    factors = [leading(gram(x, mode), energy).contiguous() for mode in range(modes)]
+    return core(x, factors), *factors
 
 
 def core(x: Tensor, factors: list[Tensor]) -> Tensor:
     """x in the coordinates of its factors."""
     for mode, factor in enumerate(factors):
         x = rotate(x, factor, mode)
-    return x
-
-
-def working(x: Tensor) -> Tensor:
-    """x in a type that decompositions take."""
-    return x if x.dtype == torch.float64 else x.float()
+    return x.contiguous()
 
 
 def channel_mode(op: Op, ndim: int) -> int:
     return 1 if isinstance(op, ConvOp) else ndim - 1
 
 
-def grad_weight(op: Op, g: Tensor, small: Tensor, factors: list[Tensor]) -> Tensor:
+def grad_weight(op: Op, g: Tensor, kept: tuple[Tensor, ...], x_shape: tuple) -> Tensor:
     """Weight gradient of the layer whose input is core x factors, without rebuilding the input.
 
     The batch factor goes over to g and the channel factor to the result, so the convolution runs
     with (rank of batch) images of (rank of channels) channels. Grouped layers need their channels.
     """
-    dtype = g.dtype
-    channel = channel_mode(op, small.ndim)
-    grouped = isinstance(op, ConvOp) and op.groups > 1
-    x, g = small, g.to(small.dtype)
+    if kept[0].ndim == 1:
+        return _packed_grad_weight(g, *kept, list(x_shape), _to_ints(op))
+    x, *factors = kept
+    channel = channel_mode(op, x.ndim)
+    outside = channel < len(factors) and not _grouped(op)
+    dtype, g = g.dtype, rotate(g.to(x.dtype), factors[0], 0)
     for mode, factor in enumerate(factors):
-        if mode == 0:
-            g = rotate(g, factor, 0)
-        elif mode != channel or grouped:
+        if mode > 0 and not (mode == channel and outside):
             x = rotate(x, factor.T, mode)
     gw = op.grad_weight(g, x)
-    if not grouped:
-        gw = rotate(gw, factors[channel].T, 1)
-    return gw.to(dtype)
+    return (rotate(gw, factors[channel].T, 1) if outside else gw).to(dtype)
 
 
-def grad_weight_macs(op: Op, x_shape: tuple, w_shape: tuple, ranks: tuple) -> int:
-    """Multiply-adds of `grad_weight` for a core of shape `ranks`."""
-    channel = channel_mode(op, len(ranks))
-    grouped = isinstance(op, ConvOp) and op.groups > 1
-    shape = list(ranks)
-    total = ranks[0] * math.prod(op.output_shape(x_shape, w_shape[0]))
-    for mode in range(1, len(ranks)):
-        if mode != channel or grouped:
+def _grouped(op: Op) -> bool:
+    return isinstance(op, ConvOp) and op.groups > 1
+
+
+@torch.library.custom_op("gradfilter::tucker", mutates_args=())
+def _packed(x: Tensor, energy: float, modes: int) -> tuple[Tensor, Tensor]:
+    parts = _parts(x, energy, modes)
+    ranks = torch.tensor([f.shape[1] for f in parts[1:]], device=x.device)
+    return torch.cat([p.flatten() for p in parts]), ranks
+
+
+@_packed.register_fake
+def _(x, energy, modes):
+    size = torch.library.get_ctx().new_dynamic_size()
+    return x.new_empty(size), x.new_empty(modes, dtype=torch.int64)
+
+
+@torch.library.custom_op("gradfilter::tucker_grad_weight", mutates_args=())
+def _packed_grad_weight(
+    g: Tensor, values: Tensor, ranks: Tensor, x_shape: list[int], op: list[int]
+) -> Tensor:
+    sizes = [(x_shape[mode], rank) for mode, rank in enumerate(ranks.tolist())]
+    small = [rank for _, rank in sizes] + x_shape[len(sizes) :]
+    parts = values.split([math.prod(s) for s in (small, *sizes)])
+    kept = tuple(p.reshape(s) for p, s in zip(parts, (small, *sizes), strict=True))
+    return grad_weight(_from_ints(op), g, kept, tuple(x_shape)).contiguous()
+
+
+@_packed_grad_weight.register_fake
+def _(g, values, ranks, x_shape, op):
+    layer = _from_ints(op)
+    if isinstance(layer, ConvOp):
+        return g.new_empty(g.shape[1], x_shape[1] // layer.groups, *layer.kernel)
+    return g.new_empty(g.shape[-1], x_shape[-1])
+
+
+def _to_ints(op: Op) -> list[int]:
+    """An op as a custom operator can take it; empty for Linear."""
+    if not isinstance(op, ConvOp):
+        return []
+    return [*op.kernel, *op.stride, *op.padding, *op.dilation, op.groups]
+
+
+def _from_ints(v: list[int]) -> Op:
+    if not v:
+        return LinearOp()
+    return ConvOp(tuple(v[:2]), tuple(v[2:4]), tuple(v[4:8]), tuple(v[8:10]), v[10])
+
+
+def grad_weight_macs(op: Op, x_shape: tuple, w_shape: tuple, kept: tuple[Tensor, ...]) -> int:
+    """Multiply-adds of `grad_weight`."""
+    small, *factors = kept
+    channel = channel_mode(op, small.ndim)
+    outside = channel < len(factors) and not _grouped(op)
+    shape, inner = list(small.shape), list(w_shape)
+    total = shape[0] * math.prod(op.output_shape(x_shape, w_shape[0]))
+    for mode in range(1, len(factors)):
+        if not (mode == channel and outside):
             total += math.prod(shape) * x_shape[mode]
             shape[mode] = x_shape[mode]
-    inner = list(w_shape)
-    if not grouped:
-        inner[1] = ranks[channel]
+    if outside:
+        inner[1] = shape[channel]
         total += math.prod(inner) * w_shape[1]
     return total + op.macs(tuple(shape), tuple(inner))
 
 
-def gram_macs(shape: tuple) -> int:
-    """Multiply-adds of the Gram matrices of every mode."""
-    return math.prod(shape) * sum(shape)
+def decompose_macs(x_shape: tuple, kept: tuple[Tensor, ...]) -> int:
+    """Multiply-adds of the Gram matrices and of the core."""
+    size, modes = math.prod(x_shape), len(kept) - 1
+    return size * sum(x_shape[:modes]) + core_macs(x_shape, kept)
 
 
-def core_macs(shape: tuple, ranks: tuple) -> int:
+def core_macs(x_shape: tuple, kept: tuple[Tensor, ...]) -> int:
     """Multiply-adds of `core`."""
-    shape, total = list(shape), 0
-    for mode, rank in enumerate(ranks):
-        total += math.prod(shape) * rank
-        shape[mode] = rank
+    shape, total = list(x_shape), 0
+    for mode, factor in enumerate(kept[1:]):
+        total += math.prod(shape) * factor.shape[1]
+        shape[mode] = factor.shape[1]
     return total

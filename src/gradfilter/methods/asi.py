@@ -40,21 +40,24 @@ class SubspaceIteration(Hosvd):
     def keep(self, op: Op, x: Tensor, state: Kept = ()) -> Kept:
         if self.rank is None and len(state) != x.ndim:
             return super().keep(op, x)
-        x = tucker.working(x)
+        x = x if x.dtype == torch.float64 else x.float()
         factors = []
         for mode, size in enumerate(x.shape):
-            start = self._start(x, mode, state)
-            other = [i for i in range(x.ndim) if i != mode]
-            step = torch.tensordot(x, tucker.rotate(x, start, mode), dims=(other, other))
+            rows = tucker.unfold(x, mode)
+            step = rows @ (rows.T @ self._start(x, mode, state))
             factors.append(torch.linalg.qr(step)[0].reshape(size, -1))
-        return (tucker.core(x, factors).contiguous(), *factors)
+        return (tucker.core(x, factors), *factors)
 
     def next_state(self, kept: Kept) -> Kept:
+        if kept and kept[0].ndim == 1:  # packed by `tucker.decompose`
+            raise RuntimeError(
+                "SubspaceIteration(energy) takes its ranks from a first batch: run one training "
+                "step before compiling, or give a rank"
+            )
         return kept[1:]
 
     def keep_macs(self, op: Op, x_shape: Shape, kept: Kept) -> int:
-        ranks = kept[0].shape
-        return 2 * math.prod(x_shape) * sum(ranks) + tucker.core_macs(x_shape, ranks)
+        return 2 * math.prod(x_shape) * sum(kept[0].shape) + tucker.core_macs(x_shape, kept)
 
     def _start(self, x: Tensor, mode: int, state: Kept) -> Tensor:
         """The factor to iterate from. [size, rank]"""

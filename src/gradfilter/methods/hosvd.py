@@ -25,16 +25,13 @@ class Hosvd(Method):
         fraction(self, energy=self.energy)
 
     def keep(self, op: Op, x: Tensor, state: Kept = ()) -> Kept:
-        x = tucker.working(x)
-        factors = [tucker.leading(tucker.gram(x, m), self.energy) for m in range(x.ndim)]
-        return (tucker.core(x, factors).contiguous(), *(f.contiguous() for f in factors))
+        return tucker.decompose(x, self.energy, modes=x.ndim)
 
     def grad_weight(self, op: Op, g: Tensor, kept: Kept, x_shape: Shape) -> Tensor:
-        return tucker.grad_weight(op, g, kept[0], list(kept[1:]))
+        return tucker.grad_weight(op, g, kept, x_shape)
 
     def keep_macs(self, op: Op, x_shape: Shape, kept: Kept) -> int:
-        return tucker.gram_macs(x_shape) + tucker.core_macs(x_shape, kept[0].shape)
+        return tucker.decompose_macs(x_shape, kept)
 
     def macs(self, op: Op, x_shape: Shape, w_shape: Shape, kept: Kept) -> tuple[int, int]:
-        dense = op.macs(x_shape, w_shape)
-        return dense, tucker.grad_weight_macs(op, x_shape, w_shape, tuple(kept[0].shape))
+        return op.macs(x_shape, w_shape), tucker.grad_weight_macs(op, x_shape, w_shape, kept)

@@ -64,6 +64,9 @@ class Int8(Method):
 
     def keep(self, op: Op, x: Tensor, state: Kept = ()) -> Kept:
         kept = self.inner.keep(op, x, state)
+        if not all(t.is_floating_point() for t in kept):
+            name = type(self.inner).__name__  # a repr would not trace
+            raise RuntimeError(f"Int8 around {name} cannot be compiled: compile {name} alone")
         return tuple(part for t in kept for part in quantise(t, stochastic=False))
 
     def next_state(self, kept: Kept) -> Kept:

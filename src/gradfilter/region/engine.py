@@ -9,8 +9,9 @@ from gradfilter.order import evaluating
 from gradfilter.region.lower import Lowering, Outside, Region, regions, shapes_of
 from gradfilter.region.run import Plain, Runner
 from gradfilter.region.steps import Conv
-from gradfilter.region.trace import trace
+from gradfilter.region.trace import hooked, trace
 
+TRACING = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
 
 class Program:
     """A traced forward pass; runs its regions by the engine, or at the layer level."""
@@ -19,7 +20,7 @@ class Program:
         with evaluating(root):
             shapes = shapes_of(root, graph, example)
         self.lowered = Lowering(root, graph, shapes)
-        self.root, self.parts = root, regions(self.lowered)
+        self.root, self.parts, self.fused = root, regions(self.lowered), fused
         self.runners = [
             part
             if isinstance(part, Outside)
@@ -42,7 +43,7 @@ class Program:
         return found
 
     def __call__(self, *args):
-        values = dict(zip(self.lowered.inputs, args, strict=False))
+        values = self.lowered.inputs | dict(zip(self.lowered.inputs, args, strict=False))
         for i, (part, runner) in enumerate(zip(self.parts, self.runners, strict=True)):
             if isinstance(part, Outside):
                 values[part.out] = self._call(part.node, values)
@@ -53,7 +54,7 @@ class Program:
             for v in self._reads(part):
                 if self.last_use[v] == i:
                     values.pop(v, None)
-        return self._fill(self.lowered.output, values)
+        return _handed_out(self._fill(self.lowered.output, values), args[0].is_contiguous())
 
     def _fill(self, tree, values: dict):
         return fx.node.map_arg(tree, lambda n: values[self.lowered.values[n]])
@@ -64,14 +65,16 @@ class Program:
         if node.op == "call_module":
             return self.root.get_submodule(node.target)(*args, **kwargs)
         if node.op == "call_method":
-            return getattr(args[0], node.target)(*args[1:], **kwargs)
+            # maps are in channels-last order here, and a view may not fit that
+            sizes = node.target == "view" and not isinstance(args[1], torch.dtype)
+            return getattr(args[0], "reshape" if sizes else node.target)(*args[1:], **kwargs)
         if node.op == "get_attr":
             owner, _, name = node.target.rpartition(".")
             return getattr(self.root.get_submodule(owner), name)
         return node.target(*args, **kwargs)
 
-    def places(self) -> dict[nn.Module, str]:
-        """Where each convolution runs."""
+    def places(self, name: str = "") -> dict[nn.Module, str]:
+        """Where each convolution runs; `name` is that of the part of a model this is."""
         found: dict[nn.Module, str] = {}
         modules = self.lowered.modules
         count = 0
@@ -81,18 +84,35 @@ class Program:
                     found[modules[part.node.target]] = f"layer level: {part.why}"
             elif part.method is not None:
                 count += 1
-                for step in part.steps:
-                    if isinstance(step, Conv):
-                        found[step.module] = f"region {count}"
+                region = f"region {count}" + (f" of {name}" if name else "")
+                where = region if self.fused else "layer level: engine='layer'"
+                found |= {s.module: where for s in part.steps if isinstance(s, Conv)}
         return found
 
 
+def _handed_out(tree, contiguous: bool):
+    """A result as the model's own forward pass gives it, so that its users notice nothing.
+
+    Maps get the memory order they would have, or a view of them might fail; lists and dicts are
+    no longer the immutable ones of torch.fx.
+    """
+    if isinstance(tree, Tensor):
+        return tree.contiguous() if contiguous and tree.ndim == 4 else tree
+    if isinstance(tree, dict):
+        return {key: _handed_out(t, contiguous) for key, t in tree.items()}
+    if isinstance(tree, list | tuple):
+        parts = [_handed_out(t, contiguous) for t in tree]
+        named = hasattr(tree, "_fields")
+        return parts if isinstance(tree, list) else type(tree)(*parts) if named else tuple(parts)
+    return tree
+
+
 class Engine:
-    """What an engine-run module carries: its programs, by the modes of its modules."""
+    """What an engine-run module carries: its programs, by the state its modules are in."""
 
     def __init__(self, fused: bool):
         self.fused = fused
-        self.programs: dict[tuple[bool, ...], Program] = {}
+        self.programs: dict[tuple, Program | str] = {}
         self.modules: list[nn.Module] | None = None
 
     def __deepcopy__(self, memo):
@@ -102,24 +122,26 @@ class Engine:
         return Engine, (self.fused,)
 
     def program(self, root: nn.Module, args: tuple) -> Program | str:
-        """The program for the modules' present modes, or why there is none."""
+        """The program for the modules' present modes and hooks, or why there is none."""
         if self.modules is None:
             self.modules = list(root.modules())
-        modes = tuple(m.training for m in self.modules)
-        if modes not in self.programs:
-            graph = _trace(root)
-            if isinstance(graph, str):
-                return graph
-            self.programs[modes] = Program(root, graph, args, self.fused)
-        return self.programs[modes]
+        state = len(args), *((m.training, hooked(m)) for m in self.modules)
+        sizes = tuple(tuple(a.shape[2:]) for a in args)
+        found = self.programs.get(state) or self.programs.get((sizes, *state))
+        if found is None:
+            graph = _trace(root, len(args))
+            found = graph if isinstance(graph, str) else Program(root, graph, args, self.fused)
+            one_size = not isinstance(found, str) and found.lowered.one_size
+            self.programs[(sizes, *state) if one_size else state] = found
+        return found
 
 
-def _trace(root: nn.Module) -> fx.Graph | str:
+def _trace(root: nn.Module, count: int) -> fx.Graph | str:
     """Trace the module's own forward, not the engine's."""
     swapped = type(root)
     root.__class__ = swapped.gf_original
     try:
-        return trace(root)
+        return trace(root, count)
     finally:
         root.__class__ = swapped
 
@@ -130,16 +152,26 @@ class Engined:
     gf_engine: Engine
 
     def forward(self, *args, **kwargs):
-        if not _usable(args, kwargs):
+        if not torch.is_grad_enabled() or _observed() or unsuitable(args, kwargs):
             return super().forward(*args, **kwargs)
-        return self.gf_engine.program(self, args)(*args)
+        program = self.gf_engine.program(self, args)
+        return super().forward(*args) if isinstance(program, str) else program(*args)
 
 
-def _usable(args: tuple, kwargs: dict) -> bool:
+def _observed() -> bool:
+    """Whether this call is compiled, traced or transformed rather than run."""
     return (
-        torch.is_grad_enabled()
-        and not kwargs
-        and all(isinstance(a, Tensor) and a.ndim == 4 for a in args)
-        and not torch.compiler.is_compiling()
-        and torch._C._functorch.peek_interpreter_stack() is None
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or any(torch._C._get_dispatch_mode(key) is not None for key in TRACING)
     )
+
+
+def unsuitable(args, kwargs) -> str | None:
+    """Why the engine cannot take a call with these arguments."""
+    if kwargs:
+        return "called with keyword arguments"
+    if not all(isinstance(a, Tensor) and a.ndim == 4 for a in args):
+        return "an argument is no [N, C, H, W] tensor"
+    return None

@@ -99,10 +99,12 @@ class _Galerkin(GridConv):
             return None, None
         op = self.op
         if op.groups > 1 and w.shape[0] == op.groups and w.shape[1] == 1:
+            if x is None:  # of which the kernel then reads the shape alone
+                x = g.new_empty(*g.shape[:2], *(n.shape[2] for n in self.taps))
             gx, gw = kernels.depthwise_grid_backward(g, x, w, *self.taps, need_gx, need_gw)
         elif self.diagonal is not None and op.groups == 1:
             return self._pointwise(g, x, w, need_gx, need_gw)
-        elif op.groups == 1 and max(g.shape[-2:]) <= SMALL:
+        elif op.groups == 1 and max(g.shape[-2:]) <= SMALL and not (g.is_cuda and self.regular):
             gx, gw = self._by_taps(g, x, w, need_gx, need_gw)
         elif self.regular is not None:
             gx, gw = self.regular.backward(g, x, w, need_gx, need_gw)
@@ -199,22 +201,39 @@ class _Regular:
         )
 
     def backward(self, g, x, w, need_gx, need_gw):
-        gx = gw = None
-        if need_gx:
-            n, _, p, q = g.shape
-            mixed = w if self.plain else torch.einsum("ocab,ad,be->ocde", w, *self.mix)
-            size = [
-                (count - 1) * s + k - self.op.padding[2 * i] - self.op.padding[2 * i + 1]
-                for i, (count, s, k) in enumerate(
-                    zip((p, q), self.op.stride, self.op.kernel, strict=True)
-                )
-            ]
-            shape = (n, w.shape[1] * self.op.groups, *size)
-            gx = self.op.grad_input(g, mixed, shape)
-        if need_gw:
-            gw = self.op.grad_weight(g, x)
-            gw = gw if self.plain else torch.einsum("ocde,ad,be->ocab", gw, *self.mix)
+        mixed = w
+        if need_gx and not self.plain:
+            mixed = torch.einsum("ocab,ad,be->ocde", w, *self.mix)
+        if self.op.symmetric:
+            gx, gw = self._both(g, x, mixed, need_gx, need_gw)
+        else:
+            shape = self._input_shape(g, w)
+            gx = self.op.grad_input(g, mixed, shape) if need_gx else None
+            gw = self.op.grad_weight(g, x) if need_gw else None
+        if need_gw and not self.plain:
+            gw = torch.einsum("ocde,ad,be->ocab", gw, *self.mix)
         return gx, gw
+
+    def _both(self, g, x, w, need_gx, need_gw):
+        """Both gradients by one call of PyTorch's own."""
+        op = self.op
+        if x is None:  # only its shape is read
+            x = g.new_empty(self._input_shape(g, w)).contiguous(memory_format=torch.channels_last)
+        w_shape = w if w.shape[2:] == op.kernel else w.new_empty(*w.shape[:2], *op.kernel)
+        padding = (op.padding[0], op.padding[2])
+        gx, gw, _ = torch.ops.aten.convolution_backward(
+            g, x, w_shape, None, op.stride, padding, op.dilation, False, (0, 0), op.groups,
+            (need_gx, need_gw, False),
+        )  # fmt: skip
+        return gx, gw
+
+    def _input_shape(self, g: Tensor, w: Tensor) -> tuple[int, ...]:
+        op = self.op
+        size = (
+            (count - 1) * s + k - op.padding[2 * i] - op.padding[2 * i + 1]
+            for i, (count, s, k) in enumerate(zip(g.shape[2:], op.stride, op.kernel, strict=True))
+        )
+        return (g.shape[0], w.shape[1] * op.groups, *size)
 
 
 def _regular(taps: list[Tensor], sides: tuple[Pair, Pair], op: ConvOp) -> _Regular | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +14,7 @@ from gradfilter.geometry import Geometry
 from gradfilter.kernels.eager import ACTIVATIONS
 from gradfilter.methods import Method
 from gradfilter.region import grid
+from gradfilter.region.trace import hooked
 from gradfilter.region.steps import (
     NONE,
     Act,
@@ -98,8 +98,9 @@ def activation_of(module: nn.Module) -> Act | None:
     if name not in ACT_CLASSES:
         return None
     known = ACT_CLASSES[name]
-    value = getattr(module, PARAMETER[name]) if name in PARAMETER else 0.0
-    return known, float(value or ACTIVATIONS[known].parameter)
+    if name not in PARAMETER:
+        return known, ACTIVATIONS[known].parameter
+    return known, float(getattr(module, PARAMETER[name]))
 
 
 class Lowering:
@@ -111,14 +112,15 @@ class Lowering:
         self.values: dict[fx.Node, int] = {}
         self.items: list[Step | Outside] = []
         self.users: dict[int, int] = {}
-        self.chunks: dict[fx.Node, tuple[int, int]] = {}
-        self.inputs: list[int] = []
+        self.chunks: dict[fx.Node, tuple[fx.Node, int]] = {}
+        self.inputs: dict[int, object] = {}  # the value of an argument -> its default
+        self.one_size = False  # whether the program may be another for images of another size
         for node in graph.nodes:
             self._node(node)
 
     def _node(self, node: fx.Node) -> None:
         if node.op == "placeholder":
-            self.inputs.append(self._value(node))
+            self.inputs[self._value(node)] = node.args[0] if node.args else None
         elif node.op == "output":
             self.output = node.args[0]
         else:
@@ -131,16 +133,30 @@ class Lowering:
 
     def _step(self, node: fx.Node) -> str | None:
         """Take a node into the steps; the reason when that cannot be."""
+        if self._mutates(node) and self._users(node.args[0]) > 1:
+            return "an in-place operation on a map that is read again"
         if node.op == "call_module":
             return self._module(node, self.modules[node.target])
         if node.op in ("call_function", "call_method"):
             return self._function(node)
         return f"{node.op} {node.target}"
 
+    def _mutates(self, node: fx.Node) -> bool:
+        """Whether a node overwrites its first argument."""
+        if not node.args or not isinstance(node.args[0], fx.Node):
+            return False
+        if node.op == "call_module":
+            return getattr(self.modules[node.target], "inplace", False)
+        name = _name(node)
+        in_place = name in ("iadd", "imul") or (name.endswith("_") and not name.endswith("__"))
+        return in_place or _argument(node, 1, "inplace") is True
+
     def _module(self, node: fx.Node, m: nn.Module) -> str | None:
         x = node.args[0] if node.args else None
         if len(node.args) != 1 or not self._is_map(x):
             return f"{type(m).__name__} between"
+        if hooked(m):
+            return f"{type(m).__name__} has hooks"
         act = activation_of(m)
         if isinstance(m, nn.Conv2d):
             return self._conv(node, m, x)
@@ -151,7 +167,7 @@ class Lowering:
         if isinstance(m, nn.Identity) or (isinstance(m, nn.Dropout) and m.p == 0):
             return self._alias(node, x)
         if type(m).__name__ in ("StochasticDepth", "DropPath"):
-            return self._add(node, DropPath, x, module=m)
+            return self._add(node, DropPath, x, module=m) if m.training else self._alias(node, x)
         if isinstance(m, nn.AdaptiveAvgPool2d) and m.output_size in (1, (1, 1)):
             return self._add(node, Pool, x)
         if isinstance(m, nn.MaxPool2d) and not m.ceil_mode and not m.return_indices:
@@ -159,43 +175,32 @@ class Lowering:
         return f"{type(m).__name__} between"
 
     def _function(self, node: fx.Node) -> str | None:
-        target, args = node.target, node.args
-        name = getattr(target, "__name__", str(target))
-        if target in ACT_FUNCTIONS and self._is_map(args[0]):
-            return self._act(node, (ACT_FUNCTIONS[target], 0.0), args[0])
-        if name in ("add", "iadd") and all(map(self._is_map, args[:2])) and not node.kwargs:
-            return self._sum(node, *args[:2])
-        if name in ("mul", "imul") and all(map(self._is_map, args[:2])):
-            return self._gate(node, *args[:2])
-        if target in (torch.cat, torch.concat) and self._dim(node, 1) == 1:
-            if all(map(self._is_map, args[0])):
-                return self._add(node, Concat, *args[0])
-        if name == "chunk" and self._dim(node, 2) == 1 and self._is_map(args[0]):
-            return self._chunk(node, args[0], args[1])
-        if target is operator.getitem and args[0] in self.chunks and isinstance(args[1], int):
-            x, chunks = self.chunks[args[0]]
-            return self._add(node, Chunk, x, index=args[1], chunks=chunks)
-        if name == "channel_shuffle" and self._is_map(args[0]):
-            return self._add(node, Shuffle, args[0], groups=args[1])
-        if name == "adaptive_avg_pool2d" and args[1] in (1, (1, 1)) and self._is_map(args[0]):
-            return self._add(node, Pool, args[0])
-        if name == "mean" and self._is_map(args[0]) and self._keeps_pixels_mean(node):
-            return self._add(node, Pool, args[0])
-        if name == "max_pool2d" and self._is_map(args[0]):
-            return f"{name} called as a function"
+        target, name = node.target, _name(node)
+        x, other = _argument(node, 0, "input"), _argument(node, 1, "other")
+        if target is operator.getitem and isinstance(x, fx.Node) and x in self.chunks:
+            x, chunks = self.chunks[x]
+            return self._add(node, Chunk, x, index=other, chunks=chunks)
+        if target in (torch.cat, torch.concat) and _argument(node, 1, "dim") == 1:
+            maps = _argument(node, 0, "tensors")
+            if isinstance(maps, list | tuple) and all(map(self._is_map, maps)):
+                return self._add(node, Concat, *maps)
+        if not self._is_map(x):
+            return f"{name} between"
+        if target in ACT_FUNCTIONS:
+            return self._act(node, (ACT_FUNCTIONS[target], 0.0), x)
+        if name in ("add", "iadd") and self._is_map(other) and "alpha" not in node.kwargs:
+            return self._sum(node, x, other)
+        if name in ("mul", "imul") and self._is_map(other):
+            return self._gate(node, x, other)
+        if name == "chunk" and _argument(node, 2, "dim") == 1 and _taken_apart(node):
+            return self._chunk(node, x, _argument(node, 1, "chunks"))
+        if name == "channel_shuffle":
+            return self._add(node, Shuffle, x, groups=_argument(node, 1, "groups"))
+        if name == "adaptive_avg_pool2d" and _argument(node, 1, "output_size") in (1, (1, 1)):
+            return self._add(node, Pool, x)
+        if name == "mean" and _over_pixels(node):
+            return self._add(node, Pool, x)
         return f"{name} between"
-
-    @staticmethod
-    def _dim(node: fx.Node, position: int):
-        if len(node.args) > position:
-            return node.args[position]
-        return node.kwargs.get("dim", node.args[1] if position == 1 and len(node.args) > 1 else 0)
-
-    @staticmethod
-    def _keeps_pixels_mean(node: fx.Node) -> bool:
-        dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-        keep = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
-        return dims is not None and tuple(d % 4 for d in dims) == (2, 3) and keep
 
     def _is_map(self, node) -> bool:
         shape = self.shapes.get(node) if isinstance(node, fx.Node) else None
@@ -241,10 +246,10 @@ class Lowering:
     def _norm(self, node: fx.Node, m: nn.Module, x: fx.Node) -> str | None:
         act, drop = getattr(m, "act", None), getattr(m, "drop", None)
         kind = NONE if act is None or isinstance(act, nn.Identity) else activation_of(act)
-        if kind is None or not isinstance(drop, nn.Identity | None):
+        if kind is None or not isinstance(drop, nn.Identity | None) or not _usual_norm(m):
             return f"{type(m).__name__} between"
         step = self._producer(x, Conv)
-        if step and step.norm is None and step.act == NONE and not (step.residual or step.pool):
+        if step and step.norm is None and step.act == NONE and step.residual is step.pool is None:
             self._extend(step, node)
             step.norm, step.act = m, kind
             return None
@@ -263,6 +268,9 @@ class Lowering:
     def _sum(self, node: fx.Node, a: fx.Node, b: fx.Node) -> str | None:
         if self.shapes[a] != self.shapes[b]:
             return "a sum of maps of two sizes"
+        self._note_pixels(a, b)
+        if self._value(a) == self._value(b):
+            return self._add(node, Add, a, b)
         for one, other in ((a, b), (b, a)):
             step = self._producer(one, Conv)
             if step and step.act == NONE and step.residual is None and step.pool is None:
@@ -272,7 +280,12 @@ class Lowering:
                 return None
         return self._add(node, Add, a, b)
 
+    def _note_pixels(self, a: fx.Node, b: fx.Node) -> None:
+        """Of two maps of one pixel, either may be the one that has more in larger images."""
+        self.one_size |= tuple(self.shapes[a][2:]) == tuple(self.shapes[b][2:]) == (1, 1)
+
     def _gate(self, node: fx.Node, a: fx.Node, b: fx.Node) -> str | None:
+        self._note_pixels(a, b)
         for x, s in ((a, b), (b, a)):
             if tuple(self.shapes[s][1:]) == (self.shapes[x][1], 1, 1):
                 return self._add(node, Gate, x, s)
@@ -290,6 +303,33 @@ class Lowering:
             step.pool = MaxPool(*pair)
             return None
         return self._add(node, Pool, x, pool=MaxPool(*pair))
+
+
+def _name(node: fx.Node) -> str:
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def _argument(node: fx.Node, position: int, name: str):
+    """An argument of a call, by position or by name."""
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name)
+
+
+def _taken_apart(node: fx.Node) -> bool:
+    """Whether every use of a tuple takes one element out of it."""
+    return all(u.target is operator.getitem and isinstance(u.args[1], int) for u in node.users)
+
+
+def _over_pixels(node: fx.Node) -> bool:
+    """Whether a mean is over all pixels and keeps their axes."""
+    dims, keep = _argument(node, 1, "dim"), _argument(node, 2, "keepdim")
+    return isinstance(dims, list | tuple) and sorted(d % 4 for d in dims) == [2, 3] and bool(keep)
+
+
+def _usual_norm(m: nn.Module) -> bool:
+    """Whether a batch norm is PyTorch's own arithmetic, perhaps with timm's activation behind."""
+    if isinstance(m, nn.SyncBatchNorm):
+        return not m.training
+    return type(m).forward is _BatchNorm.forward or type(m).__name__ == "BatchNormAct2d"
 
 
 def shapes_of(root: nn.Module, graph: fx.Graph, example: tuple) -> dict[fx.Node, tuple | None]:

@@ -42,11 +42,19 @@ class Runner:
     def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
         tensors = [getattr(m, n) for m, n in self.parameters]
         needs = torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *tensors))
-        inputs = [x.contiguous(memory_format=torch.channels_last) for x in inputs]
+        device = inputs[0].device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        if inputs[0].dtype == torch.float64:  # autocast leaves it alone
+            dtype = None
+        inputs = [
+            x.to(dtype or x.dtype).contiguous(memory_format=torch.channels_last) for x in inputs
+        ]
         if not needs:
-            return Forward(self, inputs, tensors, frozenset(), ()).run()
+            with torch.autocast(device, enabled=False):
+                return Forward(self, inputs, tensors, frozenset(), ()).run()
         flags = tuple(t.requires_grad for t in (*inputs, *tensors))
-        return list(_RegionFunction.apply(self, flags, len(inputs), *inputs, *tensors))
+        with torch.autocast(device, enabled=False):
+            return list(_RegionFunction.apply(self, flags, len(inputs), *inputs, *tensors))
 
     def epsilons(self, norms: list[nn.Module], like: Tensor) -> Tensor | float:
         """The epsilon of every channel of these batch norms; one number where they agree."""
@@ -77,6 +85,10 @@ class _State:
 
     def parameter(self, module: nn.Module, name: str) -> Tensor:
         return self.tensors[self.runner.position[id(module), name]]
+
+    def weight(self, module: nn.Module, like: Tensor) -> Tensor:
+        """The weight of a convolution in the type of the maps."""
+        return self.parameter(module, "weight").to(like.dtype)
 
     def optional(self, module: nn.Module, name: str) -> Tensor | None:
         return None if getattr(module, name) is None else self.parameter(module, name)
@@ -230,6 +242,7 @@ class Backward(_State):
         if not self.trained(module, name):
             return
         i = self.runner.position[id(module), name]
+        g = g.to(self.tensors[i].dtype)
         before = self.parameter_grads[i]
         self.parameter_grads[i] = g if before is None else before + g
 
@@ -339,5 +352,6 @@ class Plain:
         for step in self.region.steps:
             out = step.plain(self, *(values[v] for v in step.inputs))
             values[step.out] = self.project(out)
-        return [values[v] for v in self.region.outputs]
+        # copies, for what follows may write in place, and a projection is a view
+        return [values[v].clone() for v in self.region.outputs]
 

@@ -154,7 +154,7 @@ class Conv(Step):
         x = c.dense[self.inputs[0]]
         place = c.place(self, x)
         op, side = place.op, place.side
-        w = c.parameter(self.module, "weight")
+        w = c.weight(self.module, x)
         keep = self.out in c.needs
         batch = self.norm is not None and c.batch_norm(self.norm)
         scale, shift = (None, None) if batch else c.affine(self.module, self.norm)
@@ -243,7 +243,7 @@ class Conv(Step):
 
     def _convolution_backward(self, c, g, g_shift, place):
         """Both gradients on the grid, and the folded batch norm's from the weight's."""
-        x, w = self.inputs[0], c.parameter(self.module, "weight")
+        x, w = self.inputs[0], c.weight(self.module, g)
         need_gx, need_gw = x in c.needs, c.weight_wanted(self)
         gx, gw = place.grid.backward(g, c.mean(x) if need_gw else None, w, need_gx, need_gw)
         if need_gx:

@@ -1,0 +1,29 @@
+"""Builds the optional C kernels; everything else is in pyproject.toml."""
+
+import hashlib
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+source = Path("src/gradfilter/kernels/cpu.c")
+source_hash = hashlib.sha256(source.read_bytes()).hexdigest()[:16]  # see gf_source in cpu.c
+
+setup(
+    ext_modules=[
+        Extension(
+            "gradfilter.kernels._cpu",
+            [str(source)],
+            define_macros=[("SOURCE_HASH", f'"{source_hash}"')],
+            # As FLAGS in kernels/cpu.py.
+            extra_compile_args=[
+                "-O3",
+                "-std=gnu11",
+                "-fno-math-errno",
+                "-fno-trapping-math",
+                "-ffp-contract=fast",
+                "-fvisibility=hidden",
+            ],
+            optional=True,  # without a compiler the package runs on its PyTorch kernels
+        )
+    ]
+)

@@ -1,0 +1,124 @@
+"""The kernels of the patch grid, each run by the fastest backend that can take its arguments.
+
+`eager` is the meaning, in plain PyTorch. `cpu` (C) takes float32 channels-last maps on the CPU,
+`triton` takes maps on a CUDA device; everything else runs on `eager`, and so does everything when
+the environment variable GRADFILTER_KERNELS is "eager". `status()` says what is in use.
+"""
+
+import functools
+import os
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from gradfilter.kernels import cpu, eager
+from gradfilter.kernels.eager import ACTIVATIONS, pool_reach
+
+__all__ = [
+    "ACTIVATIONS",
+    "depthwise",
+    "depthwise_grid_backward",
+    "epilogue",
+    "max_pool",
+    "max_pool_grid_backward",
+    "patch_mean",
+    "pool_reach",
+    "row_dots",
+    "slope_backward",
+    "status",
+]
+
+_FORCED = os.environ.get("GRADFILTER_KERNELS", "")
+if _FORCED not in ("", "eager"):
+    raise ValueError(f"GRADFILTER_KERNELS is {_FORCED!r}; it may only be 'eager' or unset")
+
+
+@functools.cache
+def _cpu() -> ModuleType:
+    """The C kernels if they are there, else the eager ones and a warning, once."""
+    library = cpu.library()
+    if not isinstance(library, cpu.Unavailable):
+        return cpu
+    warnings.warn(
+        f"gradfilter runs on its slow PyTorch kernels, because the C ones are missing: {library}",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+    return eager
+
+
+@functools.cache
+def _triton() -> ModuleType | ImportError:
+    """The Triton kernels, or the reason there are none."""
+    try:
+        from gradfilter.kernels import triton
+    except ImportError as reason:
+        return reason
+    return triton
+
+
+@functools.cache
+def _cuda() -> ModuleType:
+    triton = _triton()
+    if isinstance(triton, ModuleType):
+        return triton
+    warnings.warn(f"gradfilter runs on PyTorch kernels, no Triton: {triton}", stacklevel=4)
+    return eager
+
+
+def _backend(x: Tensor) -> ModuleType:
+    if _FORCED:
+        return eager
+    if x.is_cuda:
+        return _cuda() if x.dtype in (torch.float32, torch.bfloat16, torch.float16) else eager
+    if (
+        x.dtype is torch.float32
+        and x.is_cpu
+        and x.is_contiguous(memory_format=torch.channels_last)
+    ):
+        return _cpu()
+    return eager
+
+
+def _dispatched(body: Callable) -> Callable:
+    """The kernel of that name in the backend that suits its first argument."""
+    name = body.__name__
+
+    @functools.wraps(body)
+    def kernel(x: Tensor, *args, **kwargs):
+        return getattr(_backend(x), name, body)(x, *args, **kwargs)
+
+    return kernel
+
+
+patch_mean = _dispatched(eager.patch_mean)
+epilogue = _dispatched(eager.epilogue)
+depthwise = _dispatched(eager.depthwise)
+depthwise_grid_backward = _dispatched(eager.depthwise_grid_backward)
+max_pool = _dispatched(eager.max_pool)
+max_pool_grid_backward = _dispatched(eager.max_pool_grid_backward)
+slope_backward = _dispatched(eager.slope_backward)
+
+
+def row_dots(a: Tensor, b: Tensor) -> Tensor:
+    """<a[o], b[o]> of two weights [O, C, kh, kw], whatever their layouts."""
+    floats = a.dtype is torch.float32 and b.dtype is torch.float32 and a.is_cpu
+    return (_cpu() if floats and not _FORCED else eager).row_dots(a, b)
+
+
+def status() -> dict[str, str]:
+    """Which kernels run where: the C library's path or why it is missing, and Triton's state."""
+    if _FORCED:
+        return {"cpu": "eager, forced by GRADFILTER_KERNELS", "cuda": "eager, likewise"}
+    library = cpu.library()
+    if isinstance(library, cpu.Unavailable):
+        found = {"cpu": f"eager: {library}"}
+    else:
+        found = {"cpu": str(library.path), "isa": library.isa, "threads": library.threads}
+    if not torch.cuda.is_available():
+        return found | {"cuda": "no CUDA device"}
+    triton = _triton()
+    return found | {"cuda": "triton" if isinstance(triton, ModuleType) else f"eager: {triton}"}

@@ -1,0 +1,360 @@
+"""The C kernels of cpu.c, called through ctypes: float32 maps in channels-last order on the CPU.
+
+The library is the one built with the package. In a plain source tree, or when that one is older
+than cpu.c, it is compiled once into the user's cache with the system's C compiler.
+"""
+
+import ctypes
+import functools
+import hashlib
+import importlib.machinery
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gradfilter.kernels.eager import Act, Pair, Stats, activation, pool_reach
+
+SOURCE = Path(__file__).with_name("cpu.c")
+# As in setup.py. No -ffast-math: NaN and infinity must come through.
+FLAGS = ["-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
+FLAGS += ["-fvisibility=hidden"]
+
+# The activations cpu.c has, in its order; whatever is missing here runs on the eager body.
+_ACTS = ["none", "relu", "relu6", "hardswish", "hardsigmoid", "silu", "sigmoid", "gelu"]
+_ACTS += ["gelu_tanh", "tanh", "leaky_relu", "elu", "mish"]
+ACTS = {name: number for number, name in enumerate(_ACTS)}
+
+_P, _N, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_ARGTYPES = {
+    "gf_patch_mean": [_P] * 2 + [_N] * 6 + [_I],
+    "gf_epilogue": [_P] * 6 + [_N] * 6 + [_I, _F, _I],
+    "gf_depthwise": [_P] * 7 + [_N] * 6 + [_P] + [_N] * 2 + [_I, _F, _I],
+    "gf_grid_backward": [_P] * 7 + [_N] * 8 + [_I],
+    "gf_max_pool": [_P] * 8 + [_N] * 6 + [_P, _I, _F, _I],
+    "gf_slope_backward": [_P] * 4 + [_F] + [_P] * 3 + [_N] * 3 + [_I],
+    "gf_row_dots": [_P] * 3 + [_N] * 2 + [_I],
+    "gf_pool_grid_backward": [_P] * 5 + [_N] * 8 + [_I],
+}
+
+
+class Unavailable(RuntimeError):
+    """Why there is no C library."""
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    for name, argtypes in _ARGTYPES.items():
+        getattr(library, name).argtypes = argtypes
+    library.gf_select.argtypes = [ctypes.c_char_p]
+    library.gf_select.restype = library.gf_source.restype = ctypes.c_char_p
+    return library
+
+
+def _installed(source_hash: str | None) -> Path | None:
+    """The library built with the package, unless cpu.c has changed since."""
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        path = SOURCE.with_name("_cpu" + suffix)
+        if path.exists() and source_hash in (None, _open(path).gf_source().decode()):
+            return path
+    return None
+
+
+def compile_into(path: Path, source_hash: str) -> None:
+    """Compile cpu.c into a shared library; another process may be doing the same."""
+    names = os.environ.get("CC", "cc"), "gcc", "clang"
+    compiler = next(filter(None, map(shutil.which, names)), None)
+    if compiler is None:
+        raise Unavailable("not built with the package, and no C compiler (cc, gcc, clang) found")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    logging.getLogger(__name__).info("compiling %s with %s", SOURCE, compiler)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        command = [compiler, *FLAGS, "-fPIC", "-shared", f'-DSOURCE_HASH="{source_hash}"']
+        result = subprocess.run(
+            [*command, str(SOURCE), "-o", str(made)], capture_output=True, text=True, check=False
+        )
+        if result.returncode:
+            raise Unavailable(f"{compiler} failed on {SOURCE}: {result.stderr.strip()[-500:]}")
+        made.replace(path)
+
+
+def _find() -> Path:
+    source_hash = None
+    if SOURCE.exists():
+        source_hash = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+    installed = _installed(source_hash)
+    if installed is not None:
+        return installed
+    if source_hash is None:
+        raise Unavailable("not built with the package")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gradfilter"
+    path = cache / f"cpu-{source_hash}-{platform.machine()}.so"
+    if not path.exists():
+        compile_into(path, source_hash)
+    return path
+
+
+class Library:
+    """The loaded library: its path, instruction set, threads, and functions."""
+
+    def __init__(self) -> None:
+        try:
+            self.path = _find()
+            handle = _open(self.path)
+        except OSError as error:
+            raise Unavailable(str(error)) from error
+        self.handle = handle
+        self.isa = handle.gf_select(None).decode()
+        # PyTorch's own OpenMP runtime lends its threads: one pool in the process, not two.
+        fork = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
+        self.threads = "PyTorch's OpenMP pool" if fork else "one (no GOMP_parallel in the process)"
+        if fork:
+            handle.gf_set_fork(fork)
+        for name in _ARGTYPES:
+            setattr(self, name, getattr(handle, name))
+
+
+@functools.cache
+def library() -> Library | Unavailable:
+    """The C library, or the reason there is none; found, or built, at the first call."""
+    try:
+        return Library()
+    except Unavailable as reason:
+        return reason
+
+
+def _check(code: int) -> None:
+    if code:
+        raise MemoryError("no memory for a kernel's scratch space")
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    if x.dtype is not torch.float32 or not x.is_cpu:
+        raise TypeError(f"expected a float32 CPU map, got {x.dtype} on {x.device}")
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def _floats(t: Tensor, count: int) -> Tensor:
+    """t as `count` contiguous floats."""
+    if t.dtype is not torch.float32 or not t.is_cpu or t.numel() != count:
+        got = f"{t.numel()} {t.dtype} on {t.device}"
+        raise TypeError(f"expected {count} float32 on the CPU, got {got}")
+    return t.contiguous()
+
+
+def _pointer(t: Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()
+
+
+def _vectors(scale: Tensor | None, shift: Tensor | None, c: int) -> tuple[Tensor | None, ...]:
+    return (
+        None if scale is None else _floats(scale, c),
+        None if shift is None else _floats(shift, c),
+    )
+
+
+def _map(n: int, c: int, h: int, w: int) -> Tensor:
+    return torch.empty((n, c, h, w), memory_format=torch.channels_last)
+
+
+@functools.lru_cache(maxsize=4096)
+def _integers(*values: int) -> ctypes.Array:
+    return (ctypes.c_int64 * len(values))(*values)
+
+
+def patch_mean(x: Tensor, side: Pair) -> Tensor:
+    """See eager.patch_mean."""
+    n, c, h, w = x.shape
+    x = _channels_last(x)
+    mean = _map(n, c, -(-h // side[0]), -(-w // side[1]))
+    _check(library().gf_patch_mean(
+        x.data_ptr(), mean.data_ptr(), n, h, w, c, *side, torch.get_num_threads()
+    ))
+    return mean
+
+
+def _statistics(shape: tuple[int, ...], side: Pair, name: str, stats: bool) -> tuple:
+    """Empty maps for the patch mean and the patch slope, or None where there is none."""
+    if not stats:
+        return None, None
+    n, c, h, w = shape
+    grid = n, c, -(-h // side[0]), -(-w // side[1])
+    return _map(*grid), None if name == "none" else _map(*grid)
+
+
+def epilogue(
+    y: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    act: Act,
+    side: Pair,
+    residual: Tensor | None = None,
+    stats: bool = True,
+) -> Stats:
+    """See eager.epilogue; `a` overwrites y."""
+    name, parameter = activation(act)
+    n, c, h, w = y.shape
+    if residual is not None:
+        if residual.shape != y.shape:
+            raise ValueError(f"residual {tuple(residual.shape)} does not match y {tuple(y.shape)}")
+        residual = _channels_last(residual)
+    y = _channels_last(y)
+    scale, shift = _vectors(scale, shift, c)
+    mean, slope = _statistics(y.shape, side, name, stats)
+    _check(library().gf_epilogue(
+        y.data_ptr(), _pointer(residual), _pointer(scale), _pointer(shift), _pointer(mean),
+        _pointer(slope), n, h, w, c, *side, ACTS[name], parameter, torch.get_num_threads(),
+    ))
+    return y, mean, slope
+
+
+def depthwise(
+    x: Tensor,
+    w: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    act: Act,
+    stride: Pair,
+    padding: tuple[int, int, int, int],
+    dilation: Pair,
+    side: Pair,
+    stats: bool = True,
+) -> Stats:
+    """See eager.depthwise."""
+    name, parameter = activation(act)
+    n, c, h, width = x.shape
+    kh, kw = w.shape[2:]
+    top, bottom, left, right = padding
+    out_h = (h + top + bottom - dilation[0] * (kh - 1) - 1) // stride[0] + 1
+    out_w = (width + left + right - dilation[1] * (kw - 1) - 1) // stride[1] + 1
+    x, w = _channels_last(x), _floats(w, c * kh * kw)
+    scale, shift = _vectors(scale, shift, c)
+    y = _map(n, c, out_h, out_w)
+    mean, slope = _statistics(y.shape, side, name, stats)
+    _check(library().gf_depthwise(
+        x.data_ptr(), w.data_ptr(), _pointer(scale), _pointer(shift), y.data_ptr(), _pointer(mean),
+        _pointer(slope), n, h, width, c, out_h, out_w,
+        _integers(kh, kw, *stride, top, left, *dilation), *side, ACTS[name], parameter,
+        torch.get_num_threads(),
+    ))
+    return y, mean, slope
+
+
+def depthwise_grid_backward(
+    g: Tensor,
+    x: Tensor,
+    w: Tensor,
+    taps_h: Tensor,
+    taps_w: Tensor,
+    need_gx: bool = True,
+    need_gw: bool = True,
+) -> tuple[Tensor | None, Tensor | None]:
+    """See eager.depthwise_grid_backward."""
+    (n, c, p1, p2), (q1, q2), (kh, kw) = g.shape, x.shape[2:], w.shape[2:]
+    g, x, w = _channels_last(g), _channels_last(x), _floats(w, c * kh * kw)
+    taps_h, taps_w = _floats(taps_h, kh * p1 * q1), _floats(taps_w, kw * p2 * q2)
+    gx = _map(n, c, q1, q2) if need_gx else None
+    gw = torch.empty((c, 1, kh, kw)) if need_gw else None
+    if need_gx or need_gw:
+        _check(library().gf_grid_backward(
+            g.data_ptr(), x.data_ptr(), w.data_ptr(), taps_h.data_ptr(), taps_w.data_ptr(),
+            _pointer(gx), _pointer(gw), n, c, p1, p2, q1, q2, kh, kw, torch.get_num_threads(),
+        ))
+    return gx, gw
+
+
+def max_pool(
+    y: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    act: Act,
+    kernel: Pair,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    side_in: Pair,
+    side_out: Pair,
+    stats: bool = True,
+) -> Stats:
+    """See eager.max_pool; route's channels are its last axis in memory."""
+    name, parameter = activation(act)
+    n, c, h, w = y.shape
+    axes = zip((h, w), kernel, stride, padding, dilation, side_in, side_out, strict=True)
+    (first_h, d1), (first_w, d2) = (pool_reach(*axis) for axis in axes)
+    out_h, out_w = (
+        (size + 2 * p - d * (k - 1) - 1) // s + 1
+        for size, k, s, p, d in zip((h, w), kernel, stride, padding, dilation, strict=True)
+    )
+    y = _channels_last(y)
+    scale, shift = _vectors(scale, shift, c)
+    out = _map(n, c, out_h, out_w)
+    mean = _map(n, c, len(first_h), len(first_w)) if stats else None
+    route = torch.empty((n, len(first_h), len(first_w), d1, d2, c)) if stats else None
+    _check(library().gf_max_pool(
+        y.data_ptr(), _pointer(scale), _pointer(shift), out.data_ptr(), _pointer(mean),
+        _pointer(route), _integers(*first_h), _integers(*first_w), n, h, w, c, out_h, out_w,
+        _integers(*kernel, *stride, *padding, *dilation, *side_in, *side_out, d1, d2),
+        ACTS[name], parameter, torch.get_num_threads(),
+    ))
+    return out, mean, None if route is None else route.permute(0, 5, 1, 2, 3, 4)
+
+
+def max_pool_grid_backward(
+    g: Tensor, route: Tensor, first_h: list[int], first_w: list[int], q_shape: Pair
+) -> Tensor:
+    """See eager.max_pool_grid_backward."""
+    n, c, p1, p2, d1, d2 = route.shape
+    g = _channels_last(g)
+    route = _floats(route.permute(0, 2, 3, 4, 5, 1), n * g[0].numel() * d1 * d2)
+    gx = _map(n, c, *q_shape)
+    _check(library().gf_pool_grid_backward(
+        g.data_ptr(), route.data_ptr(), _integers(*first_h), _integers(*first_w), gx.data_ptr(),
+        n, c, p1, p2, d1, d2, *q_shape, torch.get_num_threads(),
+    ))
+    return gx
+
+
+def slope_backward(
+    g: Tensor,
+    slope: Tensor | None,
+    scale: Tensor | None,
+    area: Tensor | float,
+    need_sum: bool = True,
+    need_z: bool = True,
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """See eager.slope_backward."""
+    n, c, p, q = g.shape
+    slope = None if slope is None else _channels_last(slope)
+    scale, _ = _vectors(scale, None, c)
+    cells = None if isinstance(area, float) else _floats(area, p * q)
+    z = _map(n, c, p, q) if slope is not None and (need_z or scale is None) else None
+    scaled = _map(n, c, p, q) if scale is not None else None
+    total = torch.empty(c) if need_sum else None
+    _check(library().gf_slope_backward(
+        g.data_ptr(), _pointer(slope), _pointer(scale), _pointer(cells),
+        area if cells is None else 0.0, _pointer(z), _pointer(scaled), _pointer(total),
+        n, p * q, c, torch.get_num_threads(),
+    ))
+    z = g if slope is None else z
+    return z, z if scaled is None else scaled, total
+
+
+def row_dots(a: Tensor, b: Tensor) -> Tensor:
+    """See eager.row_dots."""
+    if not (a.is_contiguous() and b.is_contiguous()):
+        a, b = (t.permute(0, 2, 3, 1).contiguous() for t in (a, b))
+    rows = a.shape[0]
+    a, b = _floats(a, a.numel()), _floats(b, a.numel())
+    dots = torch.empty(rows)
+    _check(library().gf_row_dots(
+        a.data_ptr(), b.data_ptr(), dots.data_ptr(), rows, a.numel() // rows,
+        torch.get_num_threads(),
+    ))
+    return dots
