@@ -168,7 +168,8 @@ class ResidentPeak:
 
     @staticmethod
     def _status(field: str) -> int:
-        line = next(s for s in open("/proc/self/status") if s.startswith(field))
+        lines = Path("/proc/self/status").read_text().splitlines()
+        line = next(s for s in lines if s.startswith(field))
         return int(line.split()[1]) * 1024
 
 

@@ -144,7 +144,9 @@ def peaks(bench: Bench, runs: dict, argv: list[str]) -> dict[str, dict[str, dict
             found[name] = {"peak": peak(run, measure.CudaPeak())}
         else:
             command = [sys.executable, __file__, *argv, "--peak-of", name]
-            found[name] = {"peak": _child(command, {}), "mapped": _child(command, MAPPED)}
+            found[name] = {"peak": _child(command, {})}
+            if name in ("inference", "folded", "engine"):  # whose ratios are asked for
+                found[name]["mapped"] = _child(command, MAPPED)
     return found
 
 
@@ -185,7 +187,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> dict:
         model = r.run.model if isinstance(r, Captured) else r.model
         if not all(p.isfinite().all() for p in model.parameters()):
             raise AssertionError(f"step: the weights of '{TITLES[name]}' overflowed: lower --lr")
-    held = peaks(bench, runs, argv)
+    held = peaks(bench, runs, argv) if args.peak else {}
     variants = {
         name: {"seconds": samples[name], "kept": kept.get(name), **held.get(name, {})}
         for name in runs
@@ -215,11 +217,11 @@ def ratios(variants: dict[str, dict]) -> dict[str, dict[str, float]]:
         for name, (a, b) in RATIOS.items()
         if a in variants and b in variants
     }
-    for kind, below in (("folded", "folded"), ("eager", "inference")):
+    shown = [key for key in PEAKS if PEAKS[key][0] in variants["engine"]]
+    for kind, below in (("folded", "folded"), ("eager", "inference")) if shown else ():
+        top, bottom = variants["engine"], variants[below]
         found[f"peak memory: step / {kind} inference"] = {
-            title: _held(variants["engine"], *key) / _held(variants[below], *key)
-            for title, key in PEAKS.items()
-            if key[0] in variants["engine"]
+            key: _held(top, *PEAKS[key]) / _held(bottom, *PEAKS[key]) for key in shown
         }
     exact, engine = (sum(variants[name]["kept"].values()) for name in ("exact", "engine"))
     found["kept bytes: exact / engine"] = {"bytes": exact / engine}
@@ -281,15 +283,17 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--amp", choices=["bf16"], help="run under autocast")
     p.add_argument("--lr", type=float, default=1e-5)
     p.add_argument("--momentum", type=float, default=0.0)
-    p.add_argument("--compile", action=argparse.BooleanOptionalAction,
-                   help="compiled exact training too; on by default with cuda")  # fmt: skip
+    compiled = "compiled exact training too; on by default with cuda"
+    p.add_argument("--compile", action=argparse.BooleanOptionalAction, help=compiled)
+    held = "peak memory too; on the CPU that takes a child process for every variant"
+    p.add_argument("--peak", action=argparse.BooleanOptionalAction, default=True, help=held)
     p.add_argument("--repeats", type=int, default=10, help="turns, of two timings each")
     p.add_argument("--out", type=Path, help="JSON file of the result")
     p.add_argument("--peak-of", choices=list(TITLES), help=argparse.SUPPRESS)
     p.add_argument("--suite", action="store_true", help="the CPU table of targets")
     p.add_argument("--suite-cuda", action="store_true", help="the GPU table of targets")
-    p.add_argument("--results", type=Path, default=Path(__file__).parent / "results",
-                   help="folder of a suite's JSON files; rows that are there are not run again")  # fmt: skip
+    folder = "a suite's JSON files; what is there is not run again"
+    p.add_argument("--results", type=Path, default=Path(__file__).parent / "results", help=folder)
     p.add_argument("--force", action="store_true", help="run them again")
     return p
 

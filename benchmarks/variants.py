@@ -163,7 +163,7 @@ class Bench:
         self.args, self.method = args, method_of(args)
         self.base = network(args.model).to(args.device, memory_format=torch.channels_last)
         self.x = self.images(args.batch, args.size)
-        settle(self.base, self.images(max(2, min(args.batch, 8)), args.size))
+        settle(self.base, self.images(8, args.size))
         with torch.no_grad():
             classes = self.base(self.images(1, args.size)).shape[1]
         self.t = torch.randint(0, classes, (args.batch,), device=args.device)

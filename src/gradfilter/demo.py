@@ -174,14 +174,14 @@ def table(runs: list[Run]):
     from rich.table import Table
 
     result = Table(box=box.SIMPLE_HEAD)
-    for column in ("", "test accuracy", "time per step", "kept memory"):
+    for column in ("", "accuracy", "time per step", "kept memory"):
         result.add_column(column, justify="right" if column else "left", no_wrap=True)
     for run in runs:
         result.add_row(
             run.title,
             f"{run.final:.1%}",
-            f"{run.step_ms:.0f} ms {run.step_ms / runs[0].step_ms:6.2f}x",
-            f"{run.kept_mib:.1f} MiB {run.kept_mib / runs[0].kept_mib:6.2f}x",
+            f"{run.step_ms:.0f} ms {run.step_ms / runs[0].step_ms:5.2f}x",
+            f"{run.kept_mib:.1f} MiB {run.kept_mib / runs[0].kept_mib:5.2f}x",
         )
     return result
 

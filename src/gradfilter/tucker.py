@@ -6,9 +6,11 @@ singular vectors, and it is only as large as the mode.
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gradfilter.layers import ConvOp, LinearOp, Op
@@ -19,17 +21,19 @@ def unfold(x: Tensor, mode: int) -> Tensor:
     return x.movedim(mode, 0).flatten(1)
 
 
-def gram(x: Tensor, mode: int) -> Tensor:
-    """Unfolding times its transpose. [dim, dim]"""
+def factor(x: Tensor, mode: int, energy: float) -> Tensor:
+    """The leading left singular vectors of an unfolding, from the smaller of its Gram matrices."""
     rows = unfold(x, mode)
-    return rows @ rows.T
+    if energy == 1 or len(rows) <= rows.shape[1]:
+        return leading(rows @ rows.T, energy)
+    return F.normalize(rows @ leading(rows.T @ rows, energy), dim=0)
 
 
-def leading(gram_matrix: Tensor, energy: float) -> Tensor:
+def leading(gram: Tensor, energy: float) -> Tensor:
     """The fewest leading eigenvectors whose eigenvalues hold a share `energy` of the trace."""
-    if gram_matrix.is_meta:
+    if gram.is_meta:
         raise RuntimeError("a rank by energy depends on the data: the meta device has none")
-    values, vectors = torch.linalg.eigh(gram_matrix)
+    values, vectors = _eigh(gram)
     if energy == 1:
         return vectors.flip(-1)
     share = values.clamp(min=0).flip(-1).cumsum(-1)
@@ -37,14 +41,24 @@ def leading(gram_matrix: Tensor, energy: float) -> Tensor:
     return vectors[:, -rank:].flip(-1)
 
 
+def _eigh(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and vectors; in float64 where LAPACK gives up on many equal small ones."""
+    with contextlib.suppress(torch.linalg.LinAlgError):
+        values, vectors = torch.linalg.eigh(gram)
+        if vectors.isfinite().all():
+            return values, vectors
+    values, vectors = torch.linalg.eigh(gram.double())
+    return values.to(gram.dtype), vectors.to(gram.dtype)
+
+
 def rotate(x: Tensor, factor: Tensor, mode: int) -> Tensor:
     """Multiply mode `mode` of x by factor^T: [.., dim, ..] -> [.., rank, ..]"""
-    if mode == x.ndim - 1:
-        return x @ factor
-    before, after = x.shape[:mode], x.shape[mode + 1 :]
-    # matrix products in place of a permuted copy of x
-    y = factor.T @ x.reshape(math.prod(before), x.shape[mode], math.prod(after))
-    return y.reshape(*before, factor.shape[1], *after)
+    (size, rank), before, after = factor.shape, x.shape[:mode], x.shape[mode + 1 :]
+    if math.prod(after) < 16:  # many tiny products would cost more than a copy
+        y = x.movedim(mode, -1).reshape(-1, size) @ factor
+        return y.reshape(*before, *after, rank).movedim(-1, mode)
+    y = factor.T @ x.reshape(math.prod(before), size, math.prod(after))
+    return y.reshape(*before, rank, *after)
 
 
 def decompose(x: Tensor, energy: float, modes: int) -> tuple[Tensor, ...]:
@@ -58,7 +72,7 @@ def decompose(x: Tensor, energy: float, modes: int) -> tuple[Tensor, ...]:
 
 
 def _parts(x: Tensor, energy: float, modes: int) -> tuple[Tensor, ...]:
-    factors = [leading(gram(x, mode), energy).contiguous() for mode in range(modes)]
+    factors = [factor(x, mode, energy).contiguous() for mode in range(modes)]
     return core(x, factors), *factors
 
 

@@ -4,6 +4,7 @@ Maps are [N, C, H, W]. A patch grid starts at the origin with patches of side `(
 at the far edges average over the pixels they really have.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -240,6 +241,15 @@ def max_pool(
     return out, patch_mean(out, side_out), route.view(n, c, len(first_h), len(first_w), d1, d2)
 
 
+@functools.lru_cache(maxsize=256)
+def _pool_cells(first_h, first_w, d1: int, d2: int, q_shape: Pair, device) -> Tensor:
+    """The input patch of each (p1, p2, d1, d2); made once, so that a CUDA graph can be captured."""
+    # An edge patch reaches fewer than D patches; its route is zero beyond them.
+    q1 = (torch.tensor(first_h)[:, None] + torch.arange(d1)).clamp_(max=q_shape[0] - 1)  # [P1, D1]
+    q2 = (torch.tensor(first_w)[:, None] + torch.arange(d2)).clamp_(max=q_shape[1] - 1)  # [P2, D2]
+    return (q1[:, None, :, None] * q_shape[1] + q2[None, :, None, :]).flatten().to(device)
+
+
 def max_pool_grid_backward(
     g: Tensor, route: Tensor, first_h: list[int], first_w: list[int], q_shape: Pair
 ) -> Tensor:
@@ -248,12 +258,9 @@ def max_pool_grid_backward(
     g [N, C, P1, P2], route and first_h, first_w as `max_pool` and `pool_reach` give them.
     """
     n, c, _, _, d1, d2 = route.shape
-    # An edge patch reaches fewer than D patches; its route is zero beyond them.
-    q1 = (torch.tensor(first_h)[:, None] + torch.arange(d1)).clamp_(max=q_shape[0] - 1)  # [P1, D1]
-    q2 = (torch.tensor(first_w)[:, None] + torch.arange(d2)).clamp_(max=q_shape[1] - 1)  # [P2, D2]
-    cell = (q1[:, None, :, None] * q_shape[1] + q2[None, :, None, :]).to(g.device)
+    cell = _pool_cells(tuple(first_h), tuple(first_w), d1, d2, tuple(q_shape), g.device)
     gx = route.new_zeros(n, c, q_shape[0] * q_shape[1])
-    gx.index_add_(2, cell.flatten(), (route * g[..., None, None]).flatten(2))
+    gx.index_add_(2, cell, (route * g[..., None, None]).flatten(2))
     gx = gx.view(n, c, *q_shape).to(g.dtype)
     return gx.contiguous(memory_format=torch.channels_last)
 

@@ -20,6 +20,9 @@ from gradfilter.kernels.eager import max_pool_grid_backward as max_pool_grid_bac
 from gradfilter.kernels.eager import row_dots as row_dots
 
 
+PARTS = 32  # shares of a sum over all pixels, each one row of a table summed at the end
+
+
 @triton.jit
 def _sigmoid(z):
     return 1 / (1 + tl.exp(-z))
@@ -76,61 +79,61 @@ def _activate(z, parameter, ACT: tl.constexpr):
 
 
 @triton.jit
-def _affine(z, scale, shift, c, valid, HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr):
-    """z [pixels, channels] * scale + shift."""
-    if HAS_SCALE:
-        z = z * tl.load(scale + c, valid, 0.0).to(tl.float32)[None, :]
-    if HAS_SHIFT:
-        z = z + tl.load(shift + c, valid, 0.0).to(tl.float32)[None, :]
+def _affine(z, scale, shift, c, C):
+    """z [pixels, channels] * scale + shift, either of which may be None."""
+    if scale is not None:
+        z = z * tl.load(scale + c, c < C, 0.0).to(tl.float32)[None, :]
+    if shift is not None:
+        z = z + tl.load(shift + c, c < C, 0.0).to(tl.float32)[None, :]
     return z
 
 
 @triton.jit
 def _epilogue_kernel(
     y, a, scale, shift, residual, mean, slope, H, W, C, P, Q, rh, rw, parameter,
-    ACT: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, STORE: tl.constexpr, STATS: tl.constexpr, HAS_SLOPE: tl.constexpr,
-    PIXELS: tl.constexpr, CHANNELS: tl.constexpr,
+    ACT: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr,
 ):
-    """One program: one patch of one image, one block of channels."""
-    patch = tl.program_id(0).to(tl.int64)
-    n, p, q = patch // (P * Q), patch // Q % P, patch % Q
-    h0, w0 = p * rh, q * rw
-    rows, columns = tl.minimum(rh, H - h0), tl.minimum(rw, W - w0)
+    """One program: one patch of one image, one block of channels; absent pointers are None."""
+    patch = tl.program_id(0)
+    n, h0, w0 = (patch // (P * Q)).to(tl.int64), patch // Q % P * rh, patch % Q * rw
+    columns = tl.minimum(rw, W - w0)
+    count = tl.minimum(rh, H - h0) * columns
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    inside = c < C
-    total = tl.zeros((CHANNELS,), tl.float32)
-    slopes = tl.zeros((CHANNELS,), tl.float32)
-    count = rows * columns
+    total = tl.zeros((PIXELS, CHANNELS), tl.float32)  # summed over its pixels at the end
+    slopes = tl.zeros((PIXELS, CHANNELS), tl.float32)
     for start in range(0, count, PIXELS):
         i = start + tl.arange(0, PIXELS)
-        valid = (i < count)[:, None] & inside[None, :]
-        pixel = (n * H + h0 + i // columns) * W + w0 + i % columns
+        valid = (i < count)[:, None] & (c < C)[None, :]
+        pixel = n * H * W + (h0 + i // columns) * W + w0 + i % columns
         at = pixel[:, None] * C + c[None, :]
-        z = tl.load(y + at, valid, 0.0).to(tl.float32)
-        z = _affine(z, scale, shift, c, inside, HAS_SCALE, HAS_SHIFT)
-        if HAS_RESIDUAL:
+        z = _affine(tl.load(y + at, valid, 0.0).to(tl.float32), scale, shift, c, C)
+        if residual is not None:
             z += tl.load(residual + at, valid, 0.0).to(tl.float32)
         f, df = _activate(z, parameter, ACT)
-        if STORE:
+        if a is not None:
             tl.store(a + at, f, valid)
-        if STATS:
-            total += tl.sum(tl.where(valid, f, 0.0), 0)
-            slopes += tl.sum(tl.where(valid, df, 0.0), 0)
-    if STATS:
-        tl.store(mean + patch * C + c, total / count, inside)
-        if HAS_SLOPE:
-            tl.store(slope + patch * C + c, slopes / count, inside)
+        if mean is not None:
+            total += tl.where(valid, f, 0.0)
+        if slope is not None:
+            slopes += tl.where(valid, df, 0.0)
+    at = patch.to(tl.int64) * C + c
+    if mean is not None:
+        tl.store(mean + at, tl.sum(total, 0) / count, c < C)
+    if slope is not None:
+        tl.store(slope + at, tl.sum(slopes, 0) / count, c < C)
 
 
-def _blocks(pixels: int, channels: int) -> tuple[int, int]:
-    """Tile sizes for that many pixels and channels: powers of 2, at most 2048 elements."""
-    tile = min(triton.next_power_of_2(pixels), 64)
-    return tile, _channel_block(channels, 2048 // tile)
+def _blocks(pixels: int, channels: int, most: int = 128) -> tuple[int, int, int]:
+    """Tile sizes, powers of 2, for that many pixels and channels; and warps for such a tile.
 
-
-def _channel_block(channels: int, most: int) -> int:
-    return min(max(triton.next_power_of_2(channels), 16), most)
+    Channels lie side by side in memory, so the widest block that wastes little comes first.
+    """
+    pixels = triton.next_power_of_2(pixels)
+    block = max(most, 1024 // pixels)
+    while block > 16 and triton.cdiv(channels, block) * block > 1.125 * channels:
+        block //= 2
+    pixels = min(pixels, 2048 // block)
+    return pixels, block, min(max(pixels * block // 512, 1), 4)
 
 
 def _channels_last(x: Tensor) -> Tensor:
@@ -138,22 +141,18 @@ def _channels_last(x: Tensor) -> Tensor:
 
 
 def _map(like: Tensor, c: int, h: int, w: int) -> Tensor:
-    shape = like.shape[0], c, h, w
-    return torch.empty(
-        shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last
-    )
+    form = {"dtype": like.dtype, "device": like.device, "memory_format": torch.channels_last}
+    return torch.empty((like.shape[0], c, h, w), **form)
 
 
 def _run_epilogue(y, a, scale, shift, act, side, residual, mean, slope) -> None:
     name, parameter = activation(act)
     n, c, h, w = y.shape
     p, q = -(-h // side[0]), -(-w // side[1])
-    pixels, channels = _blocks(side[0] * side[1], c)
+    pixels, channels, warps = _blocks(side[0] * side[1], c)
     _epilogue_kernel[n * p * q, triton.cdiv(c, channels)](
         y, a, scale, shift, residual, mean, slope, h, w, c, p, q, *side, parameter,
-        ACT=name, HAS_SCALE=scale is not None, HAS_SHIFT=shift is not None,
-        HAS_RESIDUAL=residual is not None, STORE=a is not None, STATS=mean is not None,
-        HAS_SLOPE=slope is not None, PIXELS=pixels, CHANNELS=channels,
+        name, pixels, channels, num_warps=warps,
     )
 
 
@@ -193,44 +192,44 @@ def depthwise(
 
 @triton.jit
 def _grid_backward_kernel(
-    g, x, w, taps_h, taps_w, start_h, start_w, gx, gw, N, C, P1, P2, Q1, Q2, kw,
+    g, x, w, taps_h, taps_w, start_h, start_w, gx, gw, N, C, P1, P2, Q1, Q2, kw, chunks,
     TAPS: tl.constexpr, TAPS_2: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
-    HAS_GX: tl.constexpr, HAS_GW: tl.constexpr, IMAGES: tl.constexpr, CHANNELS: tl.constexpr,
+    IMAGES: tl.constexpr, CHANNELS: tl.constexpr,
 ):
-    """One program: one row of input patches, some images, one block of channels.
+    """One program: one input patch, some chunks of images, one block of channels.
 
-    The kernel that links an input patch with one of its outputs is a mixture of w's taps, made
-    once for all the images; gw is summed over the row and left as one part per program.
+    The kernel that links the patch with one of its outputs is a mixture of w's taps, made once
+    for a chunk; gw is left as one part per program. gx or gw may be None.
     """
-    q1 = tl.program_id(0)
+    q1, q2 = tl.program_id(0) // Q2, tl.program_id(0) % Q2
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    n = (tl.program_id(2) * IMAGES + tl.arange(0, IMAGES)).to(tl.int64)
     tap = tl.arange(0, TAPS_2)
     tap_valid = (tap < TAPS)[:, None] & (c < C)[None, :]
-    valid = (n < N)[:, None] & (c < C)[None, :]
     weight = tl.load(w + c[None, :] * TAPS + tap[:, None], tap_valid, 0.0).to(tl.float32)
     parts = tl.zeros((TAPS_2, CHANNELS), tl.float32)
-    for q2 in range(Q2):
-        total = tl.zeros((IMAGES, CHANNELS), tl.float32)
-        at_q = ((n * Q1 + q1) * Q2 + q2)[:, None] * C + c[None, :]
+    for chunk in range(chunks):
+        n = (tl.program_id(2) * chunks + chunk) * IMAGES + tl.arange(0, IMAGES)
+        valid = (n < N)[:, None] & (c < C)[None, :]
+        at_q = (n.to(tl.int64) * Q1 * Q2 + tl.program_id(0))[:, None] * C + c[None, :]
         inputs = tl.load(x + at_q, valid, 0.0).to(tl.float32)
+        total = tl.zeros((IMAGES, CHANNELS), tl.float32)
         for d in range(D1 * D2):
             p1, p2 = tl.load(start_h + q1) + d // D2, tl.load(start_w + q2) + d % D2
             here = (p1 < P1) & (p2 < P2)
             tap_here = tap < tl.where(here, TAPS, 0)
             count = tl.load(taps_h + (tap // kw * P1 + p1) * Q1 + q1, tap_here, 0.0)
             count *= tl.load(taps_w + (tap % kw * P2 + p2) * Q2 + q2, tap_here, 0.0)
-            at_p = ((n * P1 + p1) * P2 + p2)[:, None] * C + c[None, :]
+            at_p = (n.to(tl.int64) * P1 * P2 + p1 * P2 + p2)[:, None] * C + c[None, :]
             there = (n < N)[:, None] & (c < tl.where(here, C, 0))[None, :]
             grad = tl.load(g + at_p, there, 0.0).to(tl.float32)
-            if HAS_GX:
+            if gx is not None:
                 total += grad * tl.sum(count[:, None] * weight, 0)[None, :]
-            if HAS_GW:
+            if gw is not None:
                 parts += count[:, None] * tl.sum(grad * inputs, 0)[None, :]
-        if HAS_GX:
+        if gx is not None:
             tl.store(gx + at_q, total, valid)
-    if HAS_GW:
-        part = (tl.program_id(2) * Q1 + q1).to(tl.int64)
+    if gw is not None:
+        part = (tl.program_id(2) * Q1 * Q2 + tl.program_id(0)).to(tl.int64)
         tl.store(gw + (part * TAPS + tap[:, None]) * C + c[None, :], parts, tap_valid)
 
 
@@ -262,14 +261,16 @@ def depthwise_grid_backward(
     (n, c, p1, p2), (q1, q2), (kh, kw) = g.shape, x.shape[2:], w.shape[2:]
     (start_h, d1), (start_w, d2) = _band(taps_h), _band(taps_w)
     g, x, w = _channels_last(g), _channels_last(x), w.contiguous()
-    images, channels = min(16, triton.next_power_of_2(n)), _channel_block(c, 64)
-    groups = triton.cdiv(n, images)
+    images, (_, channels, _) = min(16, triton.next_power_of_2(n)), _blocks(1024, c, 64)
+    programs = q1 * q2 * triton.cdiv(c, channels)
+    chunks = triton.cdiv(triton.cdiv(n, images), max(1, 8192 // programs))  # enough programs
+    groups = triton.cdiv(triton.cdiv(n, images), chunks)
     gx = _map(g, c, q1, q2) if need_gx else None
-    parts = g.new_empty((groups * q1, kh * kw, c), dtype=torch.float32) if need_gw else None
-    _grid_backward_kernel[q1, triton.cdiv(c, channels), groups](
+    parts = g.new_empty((groups * q1 * q2, kh * kw, c), dtype=torch.float32) if need_gw else None
+    _grid_backward_kernel[q1 * q2, triton.cdiv(c, channels), groups](
         g, x, w, taps_h.contiguous(), taps_w.contiguous(), start_h, start_w, gx, parts,
-        n, c, p1, p2, q1, q2, kw, TAPS=kh * kw, TAPS_2=triton.next_power_of_2(max(2, kh * kw)),
-        D1=d1, D2=d2, HAS_GX=need_gx, HAS_GW=need_gw, IMAGES=images, CHANNELS=channels,
+        n, c, p1, p2, q1, q2, kw, chunks, kh * kw, triton.next_power_of_2(max(2, kh * kw)), d1, d2,
+        images, channels, num_warps=1,  # sums over images and taps then stay within a warp
     )
     gw = parts.sum(0).t().reshape(c, 1, kh, kw).to(w.dtype) if need_gw else None
     return gx, gw
@@ -277,27 +278,28 @@ def depthwise_grid_backward(
 
 @triton.jit
 def _slope_kernel(
-    g, slope, scale, area, z, scaled, sums, CELLS, ROWS, C,
-    HAS_SLOPE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_AREA: tl.constexpr, HAS_Z: tl.constexpr,
-    HAS_SUM: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr,
+    g, slope, scale, area, z, scaled, sums, whole, cells, rows, C,
+    PIXELS: tl.constexpr, CHANNELS: tl.constexpr,
 ):
-    """One program: some pixels of all images, one block of channels; one part of the sum."""
-    row = (tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)).to(tl.int64)
-    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    valid = (row < ROWS)[:, None] & (c < C)[None, :]
-    at = row[:, None] * C + c[None, :]
-    value = tl.load(g + at, valid, 0.0).to(tl.float32)
-    if HAS_SLOPE:
-        value *= tl.load(slope + at, valid, 0.0).to(tl.float32)
-    if HAS_Z:
-        tl.store(z + at, value, valid)
-    if HAS_SCALE:
-        tl.store(scaled + at, _affine(value, scale, scale, c, c < C, True, False), valid)
-    if HAS_SUM:
-        if HAS_AREA:
-            value *= tl.load(area + row % CELLS, row < ROWS, 0.0).to(tl.float32)[:, None]
-        part = tl.program_id(0).to(tl.int64)
-        tl.store(sums + part * C + c, tl.sum(value, 0), c < C)
+    """One program: a share of the patches of all images, one block of channels."""
+    share, c = tl.program_id(0), tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    total = tl.zeros((PIXELS, CHANNELS), tl.float32)
+    for start in range(share * PIXELS, rows, tl.num_programs(0) * PIXELS):
+        row = start + tl.arange(0, PIXELS)
+        valid = (row < rows)[:, None] & (c < C)[None, :]
+        at = row.to(tl.int64)[:, None] * C + c[None, :]
+        value = tl.load(g + at, valid, 0.0).to(tl.float32)
+        if slope is not None:
+            value *= tl.load(slope + at, valid, 0.0).to(tl.float32)
+        if z is not None:
+            tl.store(z + at, value, valid)
+        if scaled is not None:
+            tl.store(scaled + at, _affine(value, scale, None, c, C), valid)
+        if area is not None:
+            value *= tl.load(area + row % cells, row < rows, 0.0).to(tl.float32)[:, None]
+        total += value
+    if sums is not None:
+        tl.store(sums + share.to(tl.int64) * C + c, tl.sum(total, 0) * whole, c < C)
 
 
 def slope_backward(
@@ -307,74 +309,69 @@ def slope_backward(
     """See eager.slope_backward."""
     n, c, p, q = g.shape
     g, slope = _channels_last(g), None if slope is None else _channels_last(slope)
-    whole, area = (1, area.contiguous()) if isinstance(area, Tensor) else (area, None)
+    whole, area = (1.0, area.contiguous()) if isinstance(area, Tensor) else (area, None)
     z = _map(g, c, p, q) if slope is not None and (need_z or scale is None) else None
     scaled = None if scale is None else _map(g, c, p, q)
-    pixels, channels = _blocks(n * p * q, c)
-    parts = triton.cdiv(n * p * q, pixels)
+    pixels, channels, warps = _blocks(n * p * q, c)
+    parts = min(triton.cdiv(n * p * q, pixels), PARTS)
     sums = g.new_empty((parts, c), dtype=torch.float32) if need_sum else None
     _slope_kernel[parts, triton.cdiv(c, channels)](
-        g, slope, scale, area, z, scaled, sums, p * q, n * p * q, c,
-        HAS_SLOPE=slope is not None, HAS_SCALE=scale is not None, HAS_AREA=area is not None,
-        HAS_Z=z is not None, HAS_SUM=need_sum, PIXELS=pixels, CHANNELS=channels,
+        g, slope, scale, area, z, scaled, sums, whole, p * q, n * p * q, c, pixels, channels
     )
     z = g if slope is None else z
-    total = (sums.sum(0) * whole).to(g.dtype) if need_sum else None
+    total = sums.sum(0) if need_sum else None  # float32, in a fixed order
     return z, z if scaled is None else scaled, total
 
 
 @triton.jit
 def _max_pool_kernel(
     y, scale, shift, out, mean, route, first_h, first_w, H, W, C, OH, OW, P, Q,
-    kh, kw, sh, sw, ph, pw, dh, dw, rh_in, rw_in, rh, rw, parameter,
-    ACT: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, STATS: tl.constexpr,
+    kh, kw, sh, sw, ph, pw, dh, dw, rh_in, rw_in, rh, rw, parameter, ACT: tl.constexpr,
     D1: tl.constexpr, D2: tl.constexpr, CELLS: tl.constexpr,
     PIXELS: tl.constexpr, CHANNELS: tl.constexpr,
 ):
     """One program: one patch of outputs of one image, one block of channels."""
-    patch = tl.program_id(0).to(tl.int64)
-    n, p, q = patch // (P * Q), patch // Q % P, patch % Q
-    h0, w0 = p * rh, q * rw
-    columns = tl.minimum(rw, OW - w0)
-    count = tl.minimum(rh, OH - h0) * columns
+    patch = tl.program_id(0)
+    n, p, q = (patch // (P * Q)).to(tl.int64), patch // Q % P, patch % Q
+    columns = tl.minimum(rw, OW - q * rw)
+    count = tl.minimum(rh, OH - p * rh) * columns
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    inside = c < C
     cells = tl.arange(0, CELLS)
     total = tl.zeros((CHANNELS,), tl.float32)
     routes = tl.zeros((CELLS, CHANNELS), tl.float32)
     q1, q2 = tl.load(first_h + p), tl.load(first_w + q)  # the first input patch it touches
     for start in range(0, count, PIXELS):
         i = start + tl.arange(0, PIXELS)
-        h, w = h0 + i // columns, w0 + i % columns
+        h, w = p * rh + i // columns, q * rw + i % columns
         best = tl.full((PIXELS, CHANNELS), float("-inf"), tl.float32)
         z_best = tl.zeros((PIXELS, CHANNELS), tl.float32)
         cell = tl.full((PIXELS, CHANNELS), -1, tl.int32)
         for tap in range(kh * kw):
             row, column = h * sh - ph + tap // kw * dh, w * sw - pw + tap % kw * dw
             there = (i < count) & (row >= 0) & (row < H) & (column >= 0) & (column < W)
-            valid = there[:, None] & inside[None, :]
-            at = ((n * H + row) * W + column)[:, None] * C + c[None, :]
-            z = tl.load(y + at, valid, 0.0).to(tl.float32)
-            z = _affine(z, scale, shift, c, inside, HAS_SCALE, HAS_SHIFT)
+            valid = there[:, None] & (c < C)[None, :]
+            at = (n * H * W + row * W + column)[:, None] * C + c[None, :]
+            z = _affine(tl.load(y + at, valid, 0.0).to(tl.float32), scale, shift, c, C)
             f, _ = _activate(z, parameter, ACT)
             better = valid & ((f > best) | (f != f) | (cell < 0))
             best = tl.where(better, f, best)
             z_best = tl.where(better, z, z_best)
             here = (row // rh_in - q1) * D2 + column // rw_in - q2
-            cell = tl.where(better, here[:, None].to(tl.int32), cell)
-        valid = (i < count)[:, None] & inside[None, :]
-        at = ((n * OH + h) * OW + w)[:, None] * C + c[None, :]
+            cell = tl.where(better, here[:, None], cell)
+        valid = (i < count)[:, None] & (c < C)[None, :]
+        at = (n * OH * OW + h * OW + w)[:, None] * C + c[None, :]
         tl.store(out + at, best, valid)
-        if STATS:
+        if mean is not None:
             total += tl.sum(tl.where(valid, best, 0.0), 0)
             _, slope = _activate(z_best, parameter, ACT)
             for d in range(D1 * D2):
                 part = tl.sum(tl.where(valid & (cell == d), slope, 0.0), 0)
                 routes += tl.where((cells == d)[:, None], part[None, :], 0.0)
-    if STATS:
-        tl.store(mean + patch * C + c, total / count, inside)
-        valid = (cells < D1 * D2)[:, None] & inside[None, :]
-        tl.store(route + (patch * D1 * D2 + cells)[:, None] * C + c[None, :], routes, valid)
+    if mean is not None:
+        at = patch.to(tl.int64)
+        tl.store(mean + at * C + c, total / count, c < C)
+        valid = (cells < D1 * D2)[:, None] & (c < C)[None, :]
+        tl.store(route + (at * D1 * D2 + cells)[:, None] * C + c[None, :], routes, valid)
 
 
 @functools.lru_cache(maxsize=256)
@@ -403,12 +400,11 @@ def max_pool(
     p, q = len(first_h), len(first_w)
     mean = _map(y, c, p, q) if stats else None
     route = y.new_empty((n, p, q, d1, d2, c), dtype=torch.float32) if stats else None
-    pixels, channels = _blocks(min(side_out[0] * side_out[1], 16), c)
+    pixels, channels, warps = _blocks(min(side_out[0] * side_out[1], 16), c)
     _max_pool_kernel[n * p * q, triton.cdiv(c, channels)](
         y, scale, shift, out, mean, route, _on_device(tuple(first_h), y.device),
         _on_device(tuple(first_w), y.device), h, w, c, out_h, out_w, p, q,
-        *kernel, *stride, *padding, *dilation, *side_in, *side_out, parameter,
-        ACT=name, HAS_SCALE=scale is not None, HAS_SHIFT=shift is not None, STATS=stats,
-        D1=d1, D2=d2, CELLS=triton.next_power_of_2(d1 * d2), PIXELS=pixels, CHANNELS=channels,
+        *kernel, *stride, *padding, *dilation, *side_in, *side_out, parameter, name,
+        d1, d2, triton.next_power_of_2(d1 * d2), pixels, channels, num_warps=warps,
     )
     return out, mean, None if route is None else route.permute(0, 5, 1, 2, 3, 4)

@@ -110,7 +110,8 @@ class _Galerkin(GridConv):
             gx, gw = self.regular.backward(g, x, w, need_gx, need_gw)
         else:
             gx, gw = self._spread(g, x, w, need_gx, need_gw)
-        return None if gx is None else gx / self.area, gw
+        whole = isinstance(self.area, float) and self.area == 1
+        return gx if gx is None or whole else gx / self.area, gw
 
     def _pointwise(self, g, x, w, need_gx, need_gw):
         """A 1x1 layer whose patches match one to one: two matrix products."""
