@@ -486,8 +486,8 @@ def test_printing_a_plan():
     plan = gf.convert(model, gf.GradientFilter(patch=4), last=2)
     assert str(plan).splitlines() == [
         "0   conv    frozen",
-        "3   conv    GradientFilter(patch=4, alignment='origin')",
-        "5   conv    GradientFilter(patch=4, alignment='origin')",
+        "3   conv    GradientFilter(patch=4)",
+        "5   conv    GradientFilter(patch=4)",
         "9   linear  exact: GradientFilter takes convolutions, this is a linear layer",
         "11  linear  exact: GradientFilter takes convolutions, this is a linear layer",
         "2 converted, 1 frozen, 2 exact",
@@ -943,7 +943,7 @@ def test_double_backward_names_the_method():
     gf.convert(conv, FILTER)
     x = batch().requires_grad_()
     (gx,) = torch.autograd.grad(conv(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"GalerkinFilter\(grid=None, patch=2\).*revert the"):
+    with pytest.raises(RuntimeError, match=r"GalerkinFilter\(patch=2\).*revert the"):
         gx.sum().backward()
 
 

@@ -319,7 +319,7 @@ def test_table_and_dictionary():
     assert found["layers"][0] == {
         "name": "0",
         "kind": "conv",
-        "method": "GradientFilter(patch=2, alignment='origin')",
+        "method": "GradientFilter(patch=2)",
         "trained": False,
         "forward_macs": 2 * 8 * 36 * 27,
         "backward_macs": 0,

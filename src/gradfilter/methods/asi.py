@@ -15,7 +15,7 @@ from gradfilter.methods.hosvd import Hosvd
 from gradfilter.methods.method import Kept, Shape, fraction, positive
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SubspaceIteration(Hosvd):
     """Hosvd whose factors are the last batch's after one step of power iteration on this one.
 

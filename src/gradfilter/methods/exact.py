@@ -7,6 +7,6 @@ from dataclasses import dataclass
 from gradfilter.methods.method import Method
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Exact(Method):
     """Exact gradients; keeps x."""

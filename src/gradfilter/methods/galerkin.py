@@ -12,7 +12,7 @@ from gradfilter.methods.method import Kept, Method, Shape, positive, takes_convo
 from gradfilter.patches import divide_up, patch_area, patch_mean, tap_counts, upsample
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GalerkinFilter(Method):
     """Replace x and g by their patch means, apply the true convolution, project back.
 

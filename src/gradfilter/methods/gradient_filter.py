@@ -13,7 +13,7 @@ from gradfilter.methods.method import Kept, Method, Shape, positive, takes_convo
 from gradfilter.patches import divide_up, patch_mean, patch_sum, upsample
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GradientFilter(Method):
     """One gradient value per patch of y, and a kernel that is the sum of its taps.
 

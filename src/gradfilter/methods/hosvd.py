@@ -11,7 +11,7 @@ from gradfilter.layers import Op
 from gradfilter.methods.method import Kept, Method, Shape, fraction
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Hosvd(Method):
     """A truncated Tucker factorisation of x; each mode keeps a share `energy` of its energy.
 

@@ -39,7 +39,7 @@ def _per_sample(v: Tensor, like: Tensor) -> Tensor:
     return v.reshape(-1, *(1,) * (like.ndim - 1))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Int8(Method):
     """Another method with what it keeps in 8 bits, and g rounded to 8 bits per sample.
 

@@ -5,7 +5,7 @@ The bodies here are exact backpropagation; a method overrides only what it chang
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from torch import Tensor
@@ -16,11 +16,21 @@ Kept = tuple[Tensor, ...]
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Method:
     """Exact backpropagation, the reference each method is an approximation of."""
 
     stateful: ClassVar[bool] = False  # whether a layer remembers something between batches
+
+    def __repr__(self) -> str:
+        """As one would write it: without what is not set, or named by default."""
+        shown = (
+            f"{f.name}={value!r}"
+            for f in fields(self)
+            if f.repr and (value := getattr(self, f.name)) is not None
+            if not (isinstance(value, str) and value == f.default)
+        )
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     def supports(self, op: Op) -> str | None:
         """Why this method cannot take the layer, or None when it can."""

@@ -12,7 +12,7 @@ from gradfilter.methods.hosvd import Hosvd
 from gradfilter.methods.method import Kept
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Svd(Hosvd):
     """The leading singular vectors of x as a matrix [batch, everything else].
 

@@ -16,7 +16,7 @@ from gradfilter.patches import divide_up
 PREFIX = 8  # at most so many class or register tokens before a square grid of tokens
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class WalshHadamard(Method):
     """A few low-pass Walsh-Hadamard coefficients per patch of x and of g.
 
