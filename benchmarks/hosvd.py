@@ -5,12 +5,13 @@ mode, the SVD of the whole unfolding, the leading left singular vectors that hol
 then the same core; both sides must find the same ranks and subspaces. The two are timed in turn,
 best of a few, in processor time of one thread, so that other programs on the machine do not count.
 All 52 layers are timed unless --every asks for fewer; which ones is in the result. Finished layers
-are kept in the result file, so that a stopped run goes on where it was.
+are kept in the result file, so that a stopped run of the same code goes on where it was.
 
     PYTHONPATH=src taskset -c 0 python benchmarks/hosvd.py [--every 5] [--repeats 3]
 """
 
 import argparse
+import hashlib
 import json
 import math
 import platform
@@ -103,6 +104,7 @@ def settings(args: argparse.Namespace) -> dict:
             "torch": torch.__version__,
             "torchvision": torchvision.__version__,
             "gradfilter": gf.__version__,
+            "tucker.py": hashlib.sha256(Path(tucker.__file__).read_bytes()).hexdigest()[:12],
         },
         "machine": processor(),
     }

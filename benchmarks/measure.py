@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
@@ -37,6 +38,19 @@ def use_cuda() -> None:
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
+
+
+@contextmanager
+def full_float32():
+    """Products of float32 maps in float32, whatever `use_cuda` allows."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
 
 
 def cpu_clock(call: Callable[[], object]) -> dict[str, float]:

@@ -177,6 +177,12 @@ class Bench:
             return contextlib.nullcontext()
         return torch.autocast(self.args.device, torch.bfloat16)
 
+    def without_amp(self) -> Bench:
+        """The same network and batch, run in the precision of their data."""
+        other = copy.copy(self)
+        other.args = argparse.Namespace(**vars(self.args) | {"amp": None})
+        return other
+
     def variants(self) -> list[str]:
         cuda = self.args.device == "cuda"
         names = ["inference", "folded", "exact", "compiled", "layer", "engine"]

@@ -131,6 +131,20 @@ def test_gradients_have_the_dtype_of_the_parameters(dtype):
         assert g.dtype == dtype and g.isfinite().all()
 
 
+@pytest.mark.parametrize("device", ["meta", "cuda"])
+def test_devices_survive(device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    model = small_cnn().to(device)
+    before = portrait(model)
+    gf.convert(model, FILTER, last=1)
+    loss_of(model, batch().to(device)).backward()
+    assert model[5].weight.grad.device.type == device
+    model.zero_grad()
+    gf.revert(model)
+    assert portrait(model) == before
+
+
 def test_memory_format_survives():
     model = small_cnn().to(memory_format=torch.channels_last)
     strides = [p.stride() for p in model.parameters()]

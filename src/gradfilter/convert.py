@@ -180,7 +180,7 @@ class Engined(EngineForward, Swapped):
 
 
 def engage(model: nn.Module, example, fused: bool) -> dict[nn.Module, str]:
-    """Put the engine on a model, or on the parts of it that can be traced; where each layer runs."""
+    """Put the engine on a model, or on those parts that can be traced; where each layer runs."""
     if isinstance(example, Mapping):
         calls: Calls = {model: ((), example)}
     else:

@@ -1078,21 +1078,23 @@ INLINE void epilogue_span(const int act, const int stats, const int pixels, cons
 }
 
 INLINE void epilogue_row(const int act, const int stats, const struct row *r) {
+    /* Where an exponential is the work, several pixels at once gain nothing. */
+    const int light = act <= HARDSIGMOID || act == LEAKY_RELU;
     for (idx q = 0; q * r->rw < r->W; q++) {
         const idx w0 = q * r->rw, w1 = min_idx(w0 + r->rw, r->W);
         const float inverse = 1.0f / (float)(r->rows * (w1 - w0));
         for (idx w = w0, step; w < w1; w += step) {
             float *y = r->y + w * r->C;
             const float *residual = r->residual ? r->residual + w * r->C : NULL;
-            step = w1 - w >= 4 ? 4 : w1 - w >= 2 ? 2 : 1;
+            step = light && w1 - w >= 4 ? 4 : light && w1 - w >= 2 ? 2 : 1;
             const int first = r->first && w == w0, last = r->last && w + step == w1;
 #define SPAN(pixels, n) \
     epilogue_span(act, stats, pixels, r, y, residual, q * r->C, first, last, inverse, c, n)
 #define BODY4(n) SPAN(4, n)
 #define BODY2(n) SPAN(2, n)
 #define BODY1(n) SPAN(1, n)
-            if (step == 4) FOR_LANES(c, r->c0, r->c1, BODY4);
-            else if (step == 2) FOR_LANES(c, r->c0, r->c1, BODY2);
+            if (light && step == 4) FOR_LANES(c, r->c0, r->c1, BODY4);
+            else if (light && step == 2) FOR_LANES(c, r->c0, r->c1, BODY2);
             else FOR_LANES(c, r->c0, r->c1, BODY1);
 #undef BODY1
 #undef BODY2

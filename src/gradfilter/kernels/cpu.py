@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gradfilter.kernels.eager import Act, Pair, Stats, activation, pool_reach
+from gradfilter.kernels.eager import Act, Pair, Stats, activation, pool_reach, pool_size
 
 SOURCE = Path(__file__).with_name("cpu.c")
 # As in setup.py. No -ffast-math: NaN and infinity must come through.
@@ -288,10 +288,8 @@ def max_pool(
     n, c, h, w = y.shape
     axes = zip((h, w), kernel, stride, padding, dilation, side_in, side_out, strict=True)
     (first_h, d1), (first_w, d2) = (pool_reach(*axis) for axis in axes)
-    out_h, out_w = (
-        (size + 2 * p - d * (k - 1) - 1) // s + 1
-        for size, k, s, p, d in zip((h, w), kernel, stride, padding, dilation, strict=True)
-    )
+    geometry = zip((h, w), kernel, stride, padding, dilation, strict=True)
+    out_h, out_w = (pool_size(*axis) for axis in geometry)
     y = _channels_last(y)
     scale, shift = _vectors(scale, shift, c)
     out = _map(n, c, out_h, out_w)

@@ -187,11 +187,16 @@ def depthwise_grid_backward(
     return gx, gw
 
 
+def pool_size(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
+    """Outputs of a pool along one axis."""
+    return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+
+
 def pool_reach(
     size: int, kernel: int, stride: int, padding: int, dilation: int, side_in: int, side_out: int
 ) -> tuple[list[int], int]:
     """First input patch each output patch's windows touch on one axis, and how many at most."""
-    out = (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+    out = pool_size(size, kernel, stride, padding, dilation)
     first, last = [], []
     for low in range(0, out, side_out):
         high = min(low + side_out, out) - 1

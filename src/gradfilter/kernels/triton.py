@@ -13,12 +13,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gradfilter.kernels.eager import Act, Pair, Stats, activation, depthwise_conv, pool_reach
+from gradfilter.kernels import eager
+from gradfilter.kernels.eager import Act, Pair, Stats, activation
 
 # Once or twice a network, and small: not worth a kernel.
-from gradfilter.kernels.eager import max_pool_grid_backward as max_pool_grid_backward
-from gradfilter.kernels.eager import row_dots as row_dots
-
+max_pool_grid_backward, row_dots = eager.max_pool_grid_backward, eager.row_dots
 
 PARTS = 32  # shares of a sum over all pixels, each one row of a table summed at the end
 
@@ -43,8 +42,7 @@ def _activate(z, parameter, ACT: tl.constexpr):
         a = tl.where(z < 0, 0.0, tl.where(z > 6, 6.0, z))
         return a, tl.where((z > 0) & (z < 6), one, 0.0)
     elif ACT == "hardswish":
-        slope = tl.where(z <= -3, 0.0, tl.where(z < 3, z / 3 + 0.5, one))
-        return z * _cut(z), slope
+        return z * _cut(z), tl.where(z <= -3, 0.0, tl.where(z < 3, z / 3 + 0.5, one))
     elif ACT == "hardsigmoid":
         return _cut(z), tl.where((z > -3) & (z < 3), one / 6, 0.0)
     elif ACT == "silu":
@@ -123,14 +121,24 @@ def _epilogue_kernel(
         tl.store(slope + at, tl.sum(slopes, 0) / count, c < C)
 
 
+# Triton's own cdiv and next_power_of_2 cost microseconds a call on the host.
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+@functools.lru_cache(maxsize=1024)
 def _blocks(pixels: int, channels: int, most: int = 128) -> tuple[int, int, int]:
     """Tile sizes, powers of 2, for that many pixels and channels; and warps for such a tile.
 
     Channels lie side by side in memory, so the widest block that wastes little comes first.
     """
-    pixels = triton.next_power_of_2(pixels)
+    pixels = _power_of_2(pixels)
     block = max(most, 1024 // pixels)
-    while block > 16 and triton.cdiv(channels, block) * block > 1.125 * channels:
+    while block > 16 and _cdiv(channels, block) * block > 1.125 * channels:
         block //= 2
     pixels = min(pixels, 2048 // block)
     return pixels, block, min(max(pixels * block // 512, 1), 4)
@@ -140,17 +148,21 @@ def _channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
-def _map(like: Tensor, c: int, h: int, w: int) -> Tensor:
+def _map(like: Tensor, h: int, w: int) -> Tensor:
     form = {"dtype": like.dtype, "device": like.device, "memory_format": torch.channels_last}
-    return torch.empty((like.shape[0], c, h, w), **form)
+    return torch.empty((*like.shape[:2], h, w), **form)
+
+
+def _grid(like: Tensor, side: Pair) -> Tensor:
+    return _map(like, _cdiv(like.shape[2], side[0]), _cdiv(like.shape[3], side[1]))
 
 
 def _run_epilogue(y, a, scale, shift, act, side, residual, mean, slope) -> None:
     name, parameter = activation(act)
     n, c, h, w = y.shape
-    p, q = -(-h // side[0]), -(-w // side[1])
+    p, q = _cdiv(h, side[0]), _cdiv(w, side[1])
     pixels, channels, warps = _blocks(side[0] * side[1], c)
-    _epilogue_kernel[n * p * q, triton.cdiv(c, channels)](
+    _epilogue_kernel[n * p * q, _cdiv(c, channels)](
         y, a, scale, shift, residual, mean, slope, h, w, c, p, q, *side, parameter,
         name, pixels, channels, num_warps=warps,
     )
@@ -159,7 +171,7 @@ def _run_epilogue(y, a, scale, shift, act, side, residual, mean, slope) -> None:
 def patch_mean(x: Tensor, side: Pair) -> Tensor:
     """See eager.patch_mean."""
     x = _channels_last(x)
-    mean = _map(x, x.shape[1], -(-x.shape[2] // side[0]), -(-x.shape[3] // side[1]))
+    mean = _grid(x, side)
     _run_epilogue(x, None, None, None, "none", side, None, mean, None)
     return mean
 
@@ -171,12 +183,9 @@ def epilogue(
     """See eager.epilogue; `a` overwrites y when y is channels-last."""
     y = _channels_last(y)
     residual = None if residual is None else _channels_last(residual)
-    if not stats:
-        _run_epilogue(y, y, scale, shift, act, (1, 64), residual, None, None)
-        return y, None, None
-    grid = y.shape[1], -(-y.shape[2] // side[0]), -(-y.shape[3] // side[1])
-    mean = _map(y, *grid)
-    slope = None if activation(act)[0] == "none" else _map(y, *grid)
+    mean = _grid(y, side) if stats else None
+    slope = _grid(y, side) if stats and activation(act)[0] != "none" else None
+    side = side if stats else (1, 64)  # without means any tile will do
     _run_epilogue(y, y, scale, shift, act, side, residual, mean, slope)
     return y, mean, slope
 
@@ -186,7 +195,7 @@ def depthwise(
     padding: tuple[int, int, int, int], dilation: Pair, side: Pair, stats: bool = True,
 ) -> Stats:
     """See eager.depthwise: cuDNN's convolution, then the fused epilogue."""
-    y = depthwise_conv(x, w, stride, padding, dilation)
+    y = eager.depthwise_conv(x, w, stride, padding, dilation)
     return epilogue(y, scale, shift, act, side, stats=stats)
 
 
@@ -261,15 +270,15 @@ def depthwise_grid_backward(
     (n, c, p1, p2), (q1, q2), (kh, kw) = g.shape, x.shape[2:], w.shape[2:]
     (start_h, d1), (start_w, d2) = _band(taps_h), _band(taps_w)
     g, x, w = _channels_last(g), _channels_last(x), w.contiguous()
-    images, (_, channels, _) = min(16, triton.next_power_of_2(n)), _blocks(1024, c, 64)
-    programs = q1 * q2 * triton.cdiv(c, channels)
-    chunks = triton.cdiv(triton.cdiv(n, images), max(1, 8192 // programs))  # enough programs
-    groups = triton.cdiv(triton.cdiv(n, images), chunks)
-    gx = _map(g, c, q1, q2) if need_gx else None
+    images, (_, channels, _) = min(16, _power_of_2(n)), _blocks(1024, c, 64)
+    programs = q1 * q2 * _cdiv(c, channels)
+    chunks = _cdiv(_cdiv(n, images), max(1, 8192 // programs))  # enough programs
+    groups = _cdiv(_cdiv(n, images), chunks)
+    gx = _map(g, q1, q2) if need_gx else None
     parts = g.new_empty((groups * q1 * q2, kh * kw, c), dtype=torch.float32) if need_gw else None
-    _grid_backward_kernel[q1 * q2, triton.cdiv(c, channels), groups](
+    _grid_backward_kernel[q1 * q2, _cdiv(c, channels), groups](
         g, x, w, taps_h.contiguous(), taps_w.contiguous(), start_h, start_w, gx, parts,
-        n, c, p1, p2, q1, q2, kw, chunks, kh * kw, triton.next_power_of_2(max(2, kh * kw)), d1, d2,
+        n, c, p1, p2, q1, q2, kw, chunks, kh * kw, _power_of_2(max(2, kh * kw)), d1, d2,
         images, channels, num_warps=1,  # sums over images and taps then stay within a warp
     )
     gw = parts.sum(0).t().reshape(c, 1, kh, kw).to(w.dtype) if need_gw else None
@@ -310,13 +319,14 @@ def slope_backward(
     n, c, p, q = g.shape
     g, slope = _channels_last(g), None if slope is None else _channels_last(slope)
     whole, area = (1.0, area.contiguous()) if isinstance(area, Tensor) else (area, None)
-    z = _map(g, c, p, q) if slope is not None and (need_z or scale is None) else None
-    scaled = None if scale is None else _map(g, c, p, q)
+    z = _map(g, p, q) if slope is not None and (need_z or scale is None) else None
+    scaled = None if scale is None else _map(g, p, q)
     pixels, channels, warps = _blocks(n * p * q, c)
-    parts = min(triton.cdiv(n * p * q, pixels), PARTS)
+    parts = min(_cdiv(n * p * q, pixels), PARTS)
     sums = g.new_empty((parts, c), dtype=torch.float32) if need_sum else None
-    _slope_kernel[parts, triton.cdiv(c, channels)](
-        g, slope, scale, area, z, scaled, sums, whole, p * q, n * p * q, c, pixels, channels
+    _slope_kernel[parts, _cdiv(c, channels)](
+        g, slope, scale, area, z, scaled, sums, whole, p * q, n * p * q, c, pixels, channels,
+        num_warps=warps,
     )
     z = g if slope is None else z
     total = sums.sum(0) if need_sum else None  # float32, in a fixed order
@@ -387,24 +397,21 @@ def max_pool(
     name, parameter = activation(act)
     n, c, h, w = y.shape
     geometry = kernel, stride, padding, dilation
-    out_h, out_w = (
-        (size + 2 * p - d * (k - 1) - 1) // s + 1
-        for size, k, s, p, d in zip((h, w), *geometry, strict=True)
-    )
+    out_h, out_w = (eager.pool_size(*axis) for axis in zip((h, w), *geometry, strict=True))
     if not stats:  # any tile will do, and nothing is routed
         side_out = 1, 64
     axes = zip((h, w), *geometry, side_in, side_out, strict=True)
-    (first_h, d1), (first_w, d2) = (pool_reach(*axis) for axis in axes)
+    (first_h, d1), (first_w, d2) = (eager.pool_reach(*axis) for axis in axes)
     y = _channels_last(y)
-    out = _map(y, c, out_h, out_w)
+    out = _map(y, out_h, out_w)
     p, q = len(first_h), len(first_w)
-    mean = _map(y, c, p, q) if stats else None
+    mean = _map(y, p, q) if stats else None
     route = y.new_empty((n, p, q, d1, d2, c), dtype=torch.float32) if stats else None
     pixels, channels, warps = _blocks(min(side_out[0] * side_out[1], 16), c)
-    _max_pool_kernel[n * p * q, triton.cdiv(c, channels)](
+    _max_pool_kernel[n * p * q, _cdiv(c, channels)](
         y, scale, shift, out, mean, route, _on_device(tuple(first_h), y.device),
         _on_device(tuple(first_w), y.device), h, w, c, out_h, out_w, p, q,
         *kernel, *stride, *padding, *dilation, *side_in, *side_out, parameter, name,
-        d1, d2, triton.next_power_of_2(d1 * d2), pixels, channels, num_warps=warps,
+        d1, d2, _power_of_2(d1 * d2), pixels, channels, num_warps=warps,
     )
     return out, mean, None if route is None else route.permute(0, 5, 1, 2, 3, 4)

@@ -14,7 +14,6 @@ from gradfilter.geometry import Geometry
 from gradfilter.kernels.eager import ACTIVATIONS
 from gradfilter.methods import Method
 from gradfilter.region import grid
-from gradfilter.region.trace import hooked
 from gradfilter.region.steps import (
     NONE,
     Act,
@@ -30,6 +29,7 @@ from gradfilter.region.steps import (
     Shuffle,
     Step,
 )
+from gradfilter.region.trace import hooked
 
 
 @dataclass
@@ -114,11 +114,14 @@ class Lowering:
         self.users: dict[int, int] = {}
         self.chunks: dict[fx.Node, tuple[fx.Node, int]] = {}
         self.inputs: dict[int, object] = {}  # the value of an argument -> its default
+        self.varying: set[fx.Node] = set()  # what depends on the input
         self.one_size = False  # whether the program may be another for images of another size
         for node in graph.nodes:
             self._node(node)
 
     def _node(self, node: fx.Node) -> None:
+        if node.op == "placeholder" or not self.varying.isdisjoint(node.all_input_nodes):
+            self.varying.add(node)
         if node.op == "placeholder":
             self.inputs[self._value(node)] = node.args[0] if node.args else None
         elif node.op == "output":
@@ -268,6 +271,8 @@ class Lowering:
     def _sum(self, node: fx.Node, a: fx.Node, b: fx.Node) -> str | None:
         if self.shapes[a] != self.shapes[b]:
             return "a sum of maps of two sizes"
+        if not self.varying.issuperset((a, b)):
+            return "a sum with a constant, which may be the same for all images"
         self._note_pixels(a, b)
         if self._value(a) == self._value(b):
             return self._add(node, Add, a, b)

@@ -12,7 +12,6 @@ from gradfilter.region import grid
 from gradfilter.region.lower import Region
 from gradfilter.region.steps import Conv, Parameter, Placed, Step
 
-
 TINY = 1e-20  # stands for a gamma nearer to 0
 
 

@@ -22,6 +22,11 @@ from gradfilter.region import grid
 
 Act = tuple[str, float]
 NONE: Act = ("none", 0.0)
+# f' where f(z) alone is known
+SLOPE_OF_OUTPUT = {
+    "relu": lambda a: (a > 0).to(a.dtype),
+    "relu6": lambda a: ((a > 0) & (a < 6)).to(a.dtype),
+}
 Pair = tuple[int, int]
 Parameter = tuple[nn.Module, str]
 
@@ -180,8 +185,19 @@ class Conv(Step):
 
     def _finish(self, c, a, mean, slope):
         c.write(self.out, a, mean)
-        if slope is not None:
+        if slope is not None and not self._output_tells(c):
             c.keep(self, "slope", slope)
+
+    def _output_tells(self, c) -> bool:
+        """Whether the output is kept pixel by pixel, and tells f'."""
+        known = self.pool is None and self.act[0] in SLOPE_OF_OUTPUT and self.out in c.means
+        return known and c.notes[self.out].side == (1, 1)
+
+    def _slope(self, c) -> Tensor | None:
+        """The patch means of f'."""
+        if self._output_tells(c):
+            return SLOPE_OF_OUTPUT[self.act[0]](c.mean(self.out))
+        return c.kept(self, "slope")
 
     def _pooled(self, c, y, scale, shift, place, keep):
         p, sides = self.pool, (place.side, place.pooled)
@@ -218,7 +234,7 @@ class Conv(Step):
         batch = self.norm is not None and c.batch_norm(self.norm)
         scale = None if self.norm is None or batch else c.scale(self.norm)
         need_sum = not batch and c.shift_wanted(self)
-        slope, add = c.kept(self, "slope"), self.residual in c.needs
+        slope, add = self._slope(c), self.residual in c.needs
         z, g, g_shift = kernels.slope_backward(g, slope, scale, place.area, need_sum, add)
         if add:
             c.add(self.residual, z)
