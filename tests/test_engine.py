@@ -206,7 +206,8 @@ def graph(y):
 def test_a_frozen_front_keeps_nothing_and_autograd_sees_nothing_of_it():
     """With last=4 the whole model holds what its end alone holds."""
     model, x = named("mobilenet_v2").eval(), torch.randn(2, 3, 64, 64)
-    end = nn.Sequential(*model.features[17:], nn.AdaptiveAvgPool2d(1), nn.Flatten(), model.classifier)
+    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), model.classifier
+    end = nn.Sequential(*model.features[17:], *head)
     with torch.no_grad():
         middle = model.features[:17](x)
     gf.convert(end, METHOD, example=middle)

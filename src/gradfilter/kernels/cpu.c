@@ -1078,7 +1078,7 @@ INLINE void epilogue_span(const int act, const int stats, const int pixels, cons
 }
 
 INLINE void epilogue_row(const int act, const int stats, const struct row *r) {
-    /* Where an exponential is the work, several pixels at once gain nothing. */
+    /* Where an exponential is the work, more than two pixels at once gain nothing. */
     const int light = act <= HARDSIGMOID || act == LEAKY_RELU;
     for (idx q = 0; q * r->rw < r->W; q++) {
         const idx w0 = q * r->rw, w1 = min_idx(w0 + r->rw, r->W);
@@ -1086,7 +1086,7 @@ INLINE void epilogue_row(const int act, const int stats, const struct row *r) {
         for (idx w = w0, step; w < w1; w += step) {
             float *y = r->y + w * r->C;
             const float *residual = r->residual ? r->residual + w * r->C : NULL;
-            step = light && w1 - w >= 4 ? 4 : light && w1 - w >= 2 ? 2 : 1;
+            step = light && w1 - w >= 4 ? 4 : w1 - w >= 2 ? 2 : 1;
             const int first = r->first && w == w0, last = r->last && w + step == w1;
 #define SPAN(pixels, n) \
     epilogue_span(act, stats, pixels, r, y, residual, q * r->C, first, last, inverse, c, n)
@@ -1094,7 +1094,7 @@ INLINE void epilogue_row(const int act, const int stats, const struct row *r) {
 #define BODY2(n) SPAN(2, n)
 #define BODY1(n) SPAN(1, n)
             if (light && step == 4) FOR_LANES(c, r->c0, r->c1, BODY4);
-            else if (light && step == 2) FOR_LANES(c, r->c0, r->c1, BODY2);
+            else if (step == 2) FOR_LANES(c, r->c0, r->c1, BODY2);
             else FOR_LANES(c, r->c0, r->c1, BODY1);
 #undef BODY1
 #undef BODY2

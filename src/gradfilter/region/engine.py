@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from gradfilter.order import evaluating
+from gradfilter.region.conv import Conv
 from gradfilter.region.lower import Lowering, Outside, Region, regions, shapes_of
 from gradfilter.region.run import Plain, Runner
-from gradfilter.region.steps import Conv
 from gradfilter.region.trace import hooked, trace
 
 TRACING = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)

@@ -14,21 +14,9 @@ from gradfilter.geometry import Geometry
 from gradfilter.kernels.eager import ACTIVATIONS
 from gradfilter.methods import Method
 from gradfilter.region import grid
-from gradfilter.region.steps import (
-    NONE,
-    Act,
-    Add,
-    Chunk,
-    Concat,
-    Conv,
-    DropPath,
-    Gate,
-    MaxPool,
-    Pointwise,
-    Pool,
-    Shuffle,
-    Step,
-)
+from gradfilter.region.conv import Conv
+from gradfilter.region.step import NONE, Act, MaxPool, Step
+from gradfilter.region.steps import Add, Chunk, Concat, DropPath, Gate, Pointwise, Pool, Shuffle
 from gradfilter.region.trace import hooked
 
 

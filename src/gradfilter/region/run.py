@@ -9,8 +9,9 @@ from gradfilter import kernels
 from gradfilter.layers import ConvOp
 from gradfilter.patches import upsample
 from gradfilter.region import grid
+from gradfilter.region.conv import Conv, Placed
 from gradfilter.region.lower import Region
-from gradfilter.region.steps import Conv, Parameter, Placed, Step
+from gradfilter.region.step import Parameter, Step
 
 TINY = 1e-20  # stands for a gamma nearer to 0
 
@@ -117,7 +118,8 @@ class Forward(_State):
         self.means: dict[int, Tensor] = {}
         self.saved: dict[tuple, Tensor] = {}
         self.notes: dict[object, object] = {}
-        self.wanted = {v for s in runner.region.steps if s.out in needs for v in s.means(self.trained)}
+        reached = (s for s in runner.region.steps if s.out in needs)
+        self.wanted = {v for s in reached for v in s.means(self.trained)}
         self.shifts: dict[tuple[int, int], Tensor] = {}  # of a convolution and its batch norm
         self.here = 0
         self._fold()

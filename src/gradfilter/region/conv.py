@@ -1,0 +1,253 @@
+"""The convolution step: with the batch norm, sum, activation and max-pool that follow it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradfilter import autograd, kernels
+from gradfilter.geometry import Geometry
+from gradfilter.layers import ConvOp
+from gradfilter.region import grid
+from gradfilter.region.step import (
+    NONE,
+    Act,
+    MaxPool,
+    Pair,
+    Step,
+    fold,
+    own_parameters,
+    plain_activation,
+)
+
+# f' where f(z) alone is known
+SLOPE_OF_OUTPUT = {
+    "relu": lambda a: (a > 0).to(a.dtype),
+    "relu6": lambda a: ((a > 0) & (a < 6)).to(a.dtype),
+}
+
+
+@dataclass
+class Placed:
+    """A convolution for one size of its input: what its steps would look up again and again."""
+
+    op: ConvOp
+    size: Pair  # of its output
+    side: Pair
+    area: Tensor | float
+    grid: grid.GridConv
+    pooled: Pair | None  # patch side behind a max-pool
+    reach: list[list[int]] | None
+
+
+@dataclass
+class Conv(Step):
+    """Convolution, then batch norm, plus another value, then an activation, then a max-pool.
+
+    A frozen batch norm is folded: its gradient is that of w*gamma/sigma, and nothing is kept.
+    """
+
+    module: nn.Conv2d = None
+    shape: Geometry = None
+    norm: nn.Module | None = None
+    act: Act = NONE
+    residual: int | None = None
+    pool: MaxPool | None = None
+
+    def parameters(self):
+        yield from own_parameters(self.module, self.norm)
+
+    def means(self, trained):
+        if trained(self.module, "weight") or trained(self.norm, "weight"):
+            yield self.inputs[0]
+
+    def plain(self, c, x, *residual):
+        x, op = self.shape(x)
+        w, b = self.module.weight, self.module.bias
+        if self.norm is not None and not c.batch_norm(self.norm):
+            scale, shift = fold(self.norm)
+            w = w * scale[:, None, None, None]
+            b = shift if b is None else b * scale + shift
+        z, _ = autograd.apply(op, c.method, x, w, b)
+        if self.norm is not None and c.batch_norm(self.norm):
+            z = batch_norm(self.norm, z)
+        for r in residual:
+            z = z + r
+        a = plain_activation(c.project(z), self.act)
+        if self.pool is None:
+            return a
+        p = self.pool
+        return F.max_pool2d(a, p.kernel, p.stride, p.padding, p.dilation)
+
+    def place(self, method, x: Tensor) -> Placed:
+        """The convolution for inputs of the size, type and device of x."""
+        x_size = tuple(x.shape[-2:])
+        op = self.shape(x)[1]
+        size = op.output_size(x_size)
+        side = grid.side(method, size)
+        area = grid.areas(method, size, x.dtype, x.device)
+        conv = grid.grid_conv(method, op, x_size, x.dtype, x.device)
+        pooled = reach = None
+        if self.pool is not None:
+            pooled = grid.side(method, self.pool.size(size))
+            reach = self.pool.reach(size, side, pooled)
+        return Placed(op, size, side, area, conv, pooled, reach)
+
+    def forward(self, c):
+        x = c.dense[self.inputs[0]]
+        place = c.place(self, x)
+        op, side = place.op, place.side
+        w = c.weight(self.module, x)
+        keep = self.out in c.needs
+        batch = self.norm is not None and c.batch_norm(self.norm)
+        scale, shift = (None, None) if batch else c.affine(self.module, self.norm)
+        last = self.residual is None and self.pool is None and not batch
+        if op.groups > 1 and op.groups == w.shape[0] == x.shape[1]:
+            act = self.act if last else NONE
+            affine = (scale, shift) if last else (None, None)
+            stats = keep and last
+            result = kernels.depthwise(
+                x, w, *affine, act, op.stride, op.padding, op.dilation, side, stats
+            )
+            if last:
+                return self._finish(c, *result)
+            y = result[0]
+        else:
+            y = c.convolve(op, x, w)
+        if batch:
+            scale, shift = self._batch_statistics(c, y, side, keep)
+        if self.pool is not None:
+            return self._pooled(c, y, scale, shift, place, keep)
+        residual = None if self.residual is None else c.dense[self.residual]
+        self._finish(c, *kernels.epilogue(y, scale, shift, self.act, side, residual, keep))
+
+    def _finish(self, c, a, mean, slope):
+        c.write(self.out, a, mean)
+        if slope is not None and not self._output_tells(c):
+            c.keep(self, "slope", slope)
+
+    def _output_tells(self, c) -> bool:
+        """Whether the output is kept pixel by pixel, and tells f'."""
+        known = self.pool is None and self.act[0] in SLOPE_OF_OUTPUT and self.out in c.means
+        return known and c.notes[self.out].side == (1, 1)
+
+    def _slope(self, c) -> Tensor | None:
+        """The patch means of f'."""
+        if self._output_tells(c):
+            return SLOPE_OF_OUTPUT[self.act[0]](c.mean(self.out))
+        return c.kept(self, "slope")
+
+    def _pooled(self, c, y, scale, shift, place, keep):
+        p, sides = self.pool, (place.side, place.pooled)
+        if self.residual is not None:
+            residual = c.dense[self.residual]
+            y, _, _ = kernels.epilogue(y, scale, shift, NONE, place.side, residual, False)
+            scale = shift = None
+        out, mean, route = kernels.max_pool(
+            y, scale, shift, self.act, p.kernel, p.stride, p.padding, p.dilation, *sides, keep
+        )
+        c.write(self.out, out, mean)
+        if keep:
+            c.keep(self, "route", route)
+
+    def _batch_statistics(self, c, y, side, keep):
+        """Training batch norm: scale and shift of this batch; keeps the means of x-hat."""
+        b = self.module.bias
+        if b is not None:
+            y += c.parameter(self.module, "bias")[:, None, None]
+        mean, rstd = update_statistics(self.norm, y)
+        gamma, beta = c.optional(self.norm, "weight"), c.optional(self.norm, "bias")
+        scale = rstd if gamma is None else rstd * gamma
+        shift = -mean * scale if beta is None else beta - mean * scale
+        if keep:
+            normal = (kernels.patch_mean(y, side) - mean[:, None, None]) * rstd[:, None, None]
+            c.keep(self, "normal", normal)
+            c.keep(self, "rstd", rstd)
+        return scale, shift
+
+    def backward(self, c, g):
+        place = c.placed(self)
+        if self.pool is not None:
+            g = self._unpool(c, g, place)
+        batch = self.norm is not None and c.batch_norm(self.norm)
+        scale = None if self.norm is None or batch else c.scale(self.norm)
+        need_sum = not batch and c.shift_wanted(self)
+        slope, add = self._slope(c), self.residual in c.needs
+        z, g, g_shift = kernels.slope_backward(g, slope, scale, place.area, need_sum, add)
+        if add:
+            c.add(self.residual, z)
+        if batch:
+            g = self._batch_norm_backward(c, g, place)
+        self._convolution_backward(c, g, g_shift, place)
+
+    def _unpool(self, c, g, place):
+        route = c.kept(self, "route")
+        count = tuple(-(-s // r) for s, r in zip(place.size, place.side, strict=True))
+        return kernels.max_pool_grid_backward(g, route, *place.reach, count) / place.area
+
+    def _batch_norm_backward(self, c, g, place):
+        normal, rstd = c.kept(self, "normal"), c.kept(self, "rstd")
+        gamma = c.optional(self.norm, "weight")
+        g_beta, g_gamma = grid.pixel_sum(g, place.area), grid.pixel_sum(g * normal, place.area)
+        c.gradient(self.norm, "weight", g_gamma)
+        c.gradient(self.norm, "bias", g_beta)
+        pixels = g.shape[0] * place.size[0] * place.size[1]
+        centred = g - (g_beta[:, None, None] + normal * g_gamma[:, None, None]) / pixels
+        return centred * (rstd if gamma is None else rstd * gamma)[:, None, None]
+
+    def _convolution_backward(self, c, g, g_shift, place):
+        """Both gradients on the grid, and the folded batch norm's from the weight's."""
+        x, w = self.inputs[0], c.weight(self.module, g)
+        need_gx, need_gw = x in c.needs, c.weight_wanted(self)
+        gx, gw = place.grid.backward(g, c.mean(x) if need_gw else None, w, need_gx, need_gw)
+        if need_gx:
+            c.add(x, gx)
+        if need_gw:
+            c.gradient(self.module, "weight", gw)
+        if self.norm is not None and not c.batch_norm(self.norm):
+            fold_backward(c, self.module, self.norm, gw, w, g_shift)
+        elif c.trained(self.module, "bias"):
+            c.gradient(
+                self.module, "bias", grid.pixel_sum(g, place.area) if g_shift is None else g_shift
+            )
+
+
+def fold_backward(c, conv, norm, gw, w, g_shift) -> None:
+    """Gradients of gamma, beta and the convolution's bias through the folded weight and bias.
+
+    `gw` is that of w, the folded weight's times the scale; dividing by it gives the latter back.
+    """
+    if c.trained(norm, "bias"):
+        c.gradient(norm, "bias", g_shift)
+    if c.trained(conv, "bias"):
+        c.gradient(conv, "bias", g_shift * c.scale(norm))
+    if c.trained(norm, "weight"):
+        product = kernels.row_dots(gw, w) / c.scale(norm)
+        centre = norm.running_mean
+        if conv.bias is not None:
+            centre = centre - c.parameter(conv, "bias")
+        g_gamma = torch.addcmul(product, g_shift, centre, value=-1).mul_(c.rstd(norm))
+        c.gradient(norm, "weight", g_gamma)
+
+
+def batch_norm(norm: nn.Module, x: Tensor) -> Tensor:
+    """Batch norm in training mode, as nn.BatchNorm2d does it, activation left out."""
+    return nn.modules.batchnorm._BatchNorm.forward(norm, x)
+
+
+def update_statistics(norm: nn.Module, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and 1/sigma of a batch; running statistics move as nn.BatchNorm2d moves them."""
+    var, mean = torch.var_mean(y, (0, 2, 3), correction=0)
+    if norm.training and norm.track_running_stats and norm.running_mean is not None:
+        norm.num_batches_tracked.add_(1)
+        factor = norm.momentum
+        if factor is None:
+            factor = 1.0 / float(norm.num_batches_tracked)
+        count = y.numel() // y.shape[1]
+        norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), factor)
+        unbiased = var * (count / (count - 1))
+        norm.running_var.lerp_(unbiased.to(norm.running_var.dtype), factor)
+    return mean, torch.rsqrt(var + norm.eps)
