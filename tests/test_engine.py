@@ -203,17 +203,20 @@ def graph(y):
     return found
 
 
-def test_a_frozen_front_keeps_nothing_and_autograd_sees_nothing_of_it():
-    """With last=4 the whole model holds what its end alone holds."""
-    model, x = named("mobilenet_v2").eval(), torch.randn(2, 3, 64, 64)
+@pytest.mark.parametrize(
+    "name, last, block", [("mobilenet_v2", 4, 17), ("mobilenet_v3_small", 6, 11)]
+)
+def test_a_frozen_front_keeps_nothing_and_autograd_sees_nothing_of_it(name, last, block):
+    """The whole model holds what its end, from the first trained block on, alone holds."""
+    model, x = named(name).eval(), torch.randn(2, 3, 64, 64)
     head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), model.classifier
-    end = nn.Sequential(*model.features[17:], *head)
+    end = nn.Sequential(*model.features[block:], *head)
     with torch.no_grad():
-        middle = model.features[:17](x)
+        middle = model.features[:block](x)
     gf.convert(end, METHOD, example=middle)
     alone = sorted(saved(end, middle)[0])
     gf.revert(end)
-    plan = gf.convert(model, METHOD, example=x, last=4)
+    plan = gf.convert(model, METHOD, example=x, last=last)
     assert {e.where for e in plan.values() if e.kind == "conv"} == {"region 1"}
     kept, functions = saved(model, x)
     folded_front = {(shape, size) for shape, size in kept if len(shape) == 1}

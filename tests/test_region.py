@@ -89,11 +89,13 @@ def test_drawn_networks_with_patch_1_are_exact(drawn, statistics):
 
 
 @drawn(60)
-@given(drawn_networks(acts=SMOOTH, pools=False), st.sampled_from(METHODS))
-def test_drawn_networks_in_float32(drawn, method):
+@given(drawn_networks(acts=SMOOTH, pools=False), st.sampled_from(METHODS), st.booleans())
+def test_drawn_networks_in_float32(drawn, method, channels_last):
     """Smooth functions alone: at a kink, rounding may choose the other side."""
     model, x = drawn.build()
     expected = run(engines(model, method, x)[0], x)
+    if channels_last:
+        model, x = (t.to(memory_format=torch.channels_last) for t in (model, x))
     found = run(engines(model, method, x.float())[1], x.float())
     assert {t.dtype for key, t in found.items() if key.startswith("grad") and t is not None} == {
         torch.float32
@@ -101,7 +103,7 @@ def test_drawn_networks_in_float32(drawn, method):
     assert_same(found, in_float32(expected, found), 2e-4)
 
 
-@methods
+@pytest.mark.parametrize("method", [*METHODS, EXACT], ids=repr)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_every_activation(name, method):
     """Behind a convolution, a norm, a sum and a max-pool, and before one."""
@@ -109,7 +111,7 @@ def test_every_activation(name, method):
     unit = Unit(bias=False, norm="affine", act=name)
     blocks = [("chain", unit, name), ("residual", Unit(), name), ("before", Unit(8), name)]
     model = Network([*blocks, ("chain", Unit(kernel=1, pool=(3, 2, 1)), name)], "map", seed=3)
-    x = 2 * torch.randn(2, 3, 11, 13, dtype=torch.float64)
+    x = 9 * torch.randn(2, 3, 11, 13, dtype=torch.float64)  # enough for a ReLU6 to be full
     layer, engine = engines(model, method, x)
     assert_same(run(engine, x), run(layer, x))
 

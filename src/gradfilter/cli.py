@@ -33,8 +33,8 @@ def demo_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     default = ["exact", "gradient-filter", "galerkin", "hosvd"]
     add("--methods", nargs="+", default=default, metavar="METHOD", help="names from the README")
-    add("--steps", type=whole, default=60)
-    add("--size", type=whole, default=96, help="image side in pixels")
+    add("--steps", type=whole, default=40)
+    add("--size", type=whole, default=64, help="image side in pixels")
     add("--batch", type=whole, default=32, help="images a step")
     add("--lr", type=float, default=0.03, help="learning rate at the first step")
     add("--seed", type=int, default=0)

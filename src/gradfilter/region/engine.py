@@ -9,7 +9,7 @@ from gradfilter.order import evaluating
 from gradfilter.region.conv import Conv
 from gradfilter.region.lower import Lowering, Outside, Region, regions, shapes_of
 from gradfilter.region.run import Plain, Runner
-from gradfilter.region.trace import hooked, trace
+from gradfilter.region.trace import hooked, hooks_of, trace
 
 TRACING = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
 
@@ -114,6 +114,7 @@ class Engine:
         self.fused = fused
         self.programs: dict[tuple, Program | str] = {}
         self.modules: list[nn.Module] | None = None
+        self.hooks: list[dict] = []
 
     def __deepcopy__(self, memo):
         return Engine(self.fused)  # a copy's programs must hold the copy's modules
@@ -125,7 +126,10 @@ class Engine:
         """The program for the modules' present modes and hooks, or why there is none."""
         if self.modules is None:
             self.modules = list(root.modules())
-        state = len(args), *((m.training, hooked(m)) for m in self.modules)
+            self.hooks = [hooks for m in self.modules for hooks in hooks_of(m)]
+        state = len(args), *[m.training for m in self.modules]
+        if any(self.hooks):
+            state += tuple(map(hooked, self.modules))
         sizes = tuple(tuple(a.shape[2:]) for a in args)
         found = self.programs.get(state) or self.programs.get((sizes, *state))
         if found is None:

@@ -38,8 +38,11 @@ class _Tracer(fx.Tracer):
 
 def hooked(m: nn.Module) -> bool:
     """Whether a module has hooks, which run only when it is called."""
-    hooks = (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
-    return any(hooks)
+    return any(hooks_of(m))
+
+
+def hooks_of(m: nn.Module) -> tuple[dict, ...]:
+    return m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks
 
 
 def trace(module: nn.Module, count: int = 1) -> fx.Graph | str:
