@@ -113,7 +113,8 @@ class Engine:
     def __init__(self, fused: bool):
         self.fused = fused
         self.programs: dict[tuple, Program | str] = {}
-        self.modules: list[nn.Module] | None = None
+        self.modules: list[nn.Module] = []
+        self.places: list[tuple[dict, str, nn.Module | None]] = []  # where each module stands
         self.hooks: list[dict] = []
 
     def __deepcopy__(self, memo):
@@ -122,11 +123,17 @@ class Engine:
     def __reduce__(self):
         return Engine, (self.fused,)
 
+    def _look_at(self, root: nn.Module) -> None:
+        """Start afresh from the modules that the model has now."""
+        self.programs.clear()
+        self.modules = list(root.modules())
+        self.places = [(m._modules, *item) for m in self.modules for item in m._modules.items()]
+        self.hooks = [hooks for m in self.modules for hooks in hooks_of(m)]
+
     def program(self, root: nn.Module, args: tuple) -> Program | str:
         """The program for the modules' present modes and hooks, or why there is none."""
-        if self.modules is None:
-            self.modules = list(root.modules())
-            self.hooks = [hooks for m in self.modules for hooks in hooks_of(m)]
+        if not self.modules or any(own.get(name) is not m for own, name, m in self.places):
+            self._look_at(root)
         state = len(args), *[m.training for m in self.modules]
         if any(self.hooks):
             state += tuple(map(hooked, self.modules))

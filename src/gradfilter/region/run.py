@@ -14,6 +14,7 @@ from gradfilter.region.lower import Region
 from gradfilter.region.step import Parameter, Step
 
 TINY = 1e-20  # stands for a gamma nearer to 0
+PLACES = 4096  # convolutions times image sizes that a region remembers
 
 
 class Runner:
@@ -206,6 +207,8 @@ class Forward(_State):
         key = step.out, x.shape[2], x.shape[3], x.dtype, x.device
         found = self.runner.places.get(key)
         if found is None:
+            if len(self.runner.places) >= PLACES:
+                self.runner.places.clear()
             found = self.runner.places[key] = step.place(self.method, x)
         self.notes[step.out] = found
         return found
