@@ -329,7 +329,9 @@ def test_c_agrees_with_eager_on_any_layer(shape, conv, side_out, act):
     x, weight = noise(n, c, h, w), noise(c, 1, *conv[0])
     agrees(on_cpu, "epilogue", x.clone(), noise(c), noise(c), act, side_out)
     agrees(on_cpu, "depthwise", x, weight, noise(c), None, act, *conv[1:], side_out)
-    agrees(on_cpu, "depthwise_grid_backward", *grid_problem(shape, conv, side_out))
+    g, x, w, *taps = grid_problem(shape, conv, side_out)
+    agrees(on_cpu, "depthwise_grid_backward", g, x, w, *taps)
+    agrees(on_cpu, "spread", g, *taps)
 
 
 @pytest.mark.parametrize("shape", [*MAPS, (4, 8, 40, 40, None)], ids=str)
@@ -339,6 +341,8 @@ def test_fast_slope_backward(backend, shape):
     agrees(backend, "slope_backward", g, slope, scale, noise(p, q).abs())
     agrees(backend, "slope_backward", g, slope, None, 4.0)
     agrees(backend, "slope_backward", g, None, scale, 4.0, need_sum=False)
+    for act in eager.IDEMPOTENT:
+        agrees(backend, "slope_backward", g, 5 * slope, scale, 4.0, act=act)
 
 
 @pytest.mark.parametrize("shape", [(5, 7, 3, 3), (3, 130, 1, 1)], ids=str)

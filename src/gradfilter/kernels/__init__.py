@@ -28,6 +28,7 @@ __all__ = [
     "pool_reach",
     "row_dots",
     "slope_backward",
+    "spread",
     "status",
 ]
 
@@ -101,6 +102,7 @@ depthwise_grid_backward = _dispatched(eager.depthwise_grid_backward)
 max_pool = _dispatched(eager.max_pool)
 max_pool_grid_backward = _dispatched(eager.max_pool_grid_backward)
 slope_backward = _dispatched(eager.slope_backward)
+spread = _dispatched(eager.spread)
 
 
 def row_dots(a: Tensor, b: Tensor) -> Tensor:

@@ -155,6 +155,14 @@ struct slope_job {
     float *z, *scaled, *sum;               /* any may be NULL */
     idx N, cells, C;
     float whole; /* the area of every cell when `area` is NULL */
+    int act;     /* RELU or RELU6: `slope` is the map f(z), which tells f' */
+};
+
+struct spread_job {
+    const float *g, *taps_h, *taps_w;
+    float *seen;
+    idx O, P1, P2, Q1, Q2, kh, kw;
+    int *failed;
 };
 
 struct dots_job {
@@ -192,7 +200,7 @@ typedef void (*pixel_fn)(const struct pixel *);
 struct isa {
     const char *name;
     range_fn patch_mean, epilogue, depthwise, grid_backward, max_pool, pool_grid_backward;
-    range_fn slope_backward, row_dots;
+    range_fn slope_backward, row_dots, spread;
     idx lanes;
 };
 
@@ -429,11 +437,19 @@ EXPORT int gf_grid_backward(const float *g, const float *x, const float *w, cons
 
 EXPORT int gf_slope_backward(const float *g, const float *slope, const float *scale,
                              const float *area, float whole, float *z, float *scaled, float *sum,
-                             idx N, idx cells, idx C, int threads) {
-    struct slope_job job = {g, slope, scale, area, z, scaled, sum, N, cells, C, whole};
+                             idx N, idx cells, idx C, int act, int threads) {
+    struct slope_job job = {g, slope, scale, area, z, scaled, sum, N, cells, C, whole, act};
     if (sum) memset(sum, 0, (size_t)C * sizeof(float));
     run(chosen->slope_backward, &job, ceil_div(C, SLICE), 3 * N * cells * C, threads);
     return 0;
+}
+
+EXPORT int gf_spread(const float *g, const float *taps_h, const float *taps_w, float *seen, idx N,
+                     idx O, idx P1, idx P2, idx Q1, idx Q2, idx kh, idx kw, int threads) {
+    int failed = 0;
+    struct spread_job job = {g, taps_h, taps_w, seen, O, P1, P2, Q1, Q2, kh, kw, &failed};
+    run(chosen->spread, &job, N * Q1, N * Q1 * Q2 * O * kh * kw, threads);
+    return failed ? -1 : 0;
 }
 
 EXPORT int gf_row_dots(const float *a, const float *b, float *dots, idx rows, idx K, int threads) {
@@ -655,13 +671,37 @@ static void test_slope_backward(const struct geometry *t) {
         want_sum[i % C] += want_z[i] * area[i / C % cells];
         want_dots[i / (cells * C)] += (double)g[i] * g[i]; /* no terms that cancel */
     }
-    gf_slope_backward(g, slope, scale, area, 0, z, scaled, sum, t->N, cells, C, 1);
+    gf_slope_backward(g, slope, scale, area, 0, z, scaled, sum, t->N, cells, C, NONE, 1);
     gf_row_dots(g, g, dots, t->N, cells * C, 1);
     compare("slope_backward z", z, want_z, count);
     compare("slope_backward scaled", scaled, want_scaled, count);
     compare("slope_backward sum", sum, want_sum, C);
     compare("row_dots", dots, want_dots, t->N);
+    float *masked = poison(count);
+    double *want_masked = scratch(count * 8);
+    for (idx i = 0; i < count; i++) want_masked[i] = slope[i] > 0 && slope[i] < 6 ? g[i] : 0;
+    gf_slope_backward(g, slope, NULL, area, 0, masked, NULL, NULL, t->N, cells, C, RELU6, 1);
+    compare("slope_backward of an output", masked, want_masked, count);
     free(g), free(slope), free(scale), free(area);
+}
+
+static void test_spread(const struct geometry *t) {
+    const idx P1 = ceil_div(out_size(t, t->H), t->r_out), P2 = ceil_div(out_size(t, t->W), t->r_out);
+    const idx Q1 = ceil_div(t->H, t->r_in), Q2 = ceil_div(t->W, t->r_in), C = t->C, k = t->k;
+    const idx count = t->N * Q1 * Q2 * C * k * k;
+    float *g = drawn(t->N * P1 * P2 * C), *th = tap_table(t, t->H), *tw = tap_table(t, t->W);
+    float *seen = poison(count);
+    double *want = zeroed(count * 8);
+    for (idx i = 0; i < count; i++) {
+        const idx tap = i % (k * k), c = i / (k * k) % C, q = i / (k * k * C) % (Q1 * Q2);
+        const float *image = g + i / (k * k * C * Q1 * Q2) * P1 * P2 * C;
+        for (idx p = 0; p < P1 * P2; p++)
+            want[i] += (double)image[p * C + c] * th[(tap / k * P1 + p / P2) * Q1 + q / Q2] *
+                       tw[(tap % k * P2 + p % P2) * Q2 + q % Q2];
+    }
+    gf_spread(g, th, tw, seen, t->N, C, P1, P2, Q1, Q2, k, k, 1);
+    compare("spread", seen, want, count);
+    free(g), free(th), free(tw);
 }
 
 /* A pool with as much padding as half its kernel; one cell takes the whole map in, so that route is
@@ -720,6 +760,7 @@ int main(void) {
             test_depthwise(&cases[j]);
             test_grid_backward(&cases[j]);
             test_slope_backward(&cases[j]);
+            test_spread(&cases[j]);
             test_max_pool(&cases[j]);
         }
         printf("%s: %d mismatches\n", all_isas[i]->name, mismatches);
@@ -787,6 +828,9 @@ int main(void) {
 #define pool_grid_backward_items OWN(pool_grid_backward_items)
 #define slope_backward_items OWN(slope_backward_items)
 #define row_dots_items OWN(row_dots_items)
+#define spread_rows OWN(spread_rows)
+#define spread_cell OWN(spread_cell)
+#define spread_items OWN(spread_items)
 /* Run `body` for c in [c0, c1), a vector at a time, with n lanes: a constant but for the last. */
 #define FOR_LANES(c, c0, c1, body)                         \
     do {                                                   \
@@ -1421,7 +1465,12 @@ static void slope_backward_items(const void *arg, idx begin, idx end) {
 #define BODY(n)                                                                    \
     do {                                                                           \
         vf z = load(j->g + at + c, n);                                             \
-        if (j->slope) z *= load(j->slope + at + c, n);                             \
+        if (j->slope) {                                                            \
+            vf kept = load(j->slope + at + c, n), slope = j->act ? all(0) : kept;  \
+            if (j->act == RELU) activate(RELU, kept, 0, &slope);                   \
+            if (j->act == RELU6) activate(RELU6, kept, 0, &slope);                 \
+            z *= slope;                                                            \
+        }                                                                          \
         if (j->z) store(j->z + at + c, z, n);                                      \
         if (j->sum) store(j->sum + c, load(j->sum + c, n) + z * area, n);          \
         if (j->scaled) store(j->scaled + at + c, z * load(j->scale + c, n), n);    \
@@ -1446,6 +1495,62 @@ static void row_dots_items(const void *arg, idx begin, idx end) {
         for (; k < j->K; k++) total += a[k] * b[k];
         j->dots[row] = total;
     }
+}
+
+/* ---- g as every tap of a dense convolution sees it ---- */
+
+/* tall[a][p2][o] = sum over p1 of taps_h[a][p1][q1] g[p1][p2][o]: one row of x patches. */
+static void spread_rows(const struct spread_job *j, const float *g, idx q1, float *tall) {
+    const idx row = j->P2 * j->O;
+    memset(tall, 0, (size_t)(j->kh * row) * sizeof(float));
+    for (idx a = 0; a < j->kh; a++)
+        for (idx p1 = 0; p1 < j->P1; p1++) {
+            const float count = j->taps_h[(a * j->P1 + p1) * j->Q1 + q1];
+            if (count == 0) continue;
+#define BODY(n) \
+    store(tall + a * row + c, load(tall + a * row + c, n) + count * load(g + p1 * row + c, n), n)
+            FOR_LANES(c, 0, row, BODY);
+#undef BODY
+        }
+}
+
+/* seen[o][a][b] of one x patch, for n channels from o on: summed over p2, then turned round. */
+INLINE void spread_cell(const struct spread_job *j, const float *tall, idx q2, idx o, const idx n,
+                        float *seen, vf *sums) {
+    const idx taps = j->kh * j->kw;
+    for (idx t = 0; t < taps; t++) sums[t] = all(0);
+    for (idx b = 0; b < j->kw; b++)
+        for (idx p2 = 0; p2 < j->P2; p2++) {
+            const float count = j->taps_w[(b * j->P2 + p2) * j->Q2 + q2];
+            if (count == 0) continue;
+            for (idx a = 0; a < j->kh; a++)
+                sums[a * j->kw + b] += count * load(tall + (a * j->P2 + p2) * j->O + o, n);
+        }
+    const float *from = (const float *)sums;
+    float *to = seen + o * taps;
+    for (idx i = 0; i < n; i++)
+        for (idx t = 0; t < taps; t++) *to++ = from[t * LANES + i];
+}
+
+static void spread_items(const void *arg, idx begin, idx end) {
+    const struct spread_job *j = arg;
+    const idx taps = j->kh * j->kw, cell = j->O * taps;
+    vf *sums = scratch(taps * (idx)sizeof(vf));
+    float *tall = scratch(j->kh * j->P2 * j->O * (idx)sizeof(float));
+    if (sums && tall)
+        for (idx item = begin; item < end; item++) {
+            const idx n = item / j->Q1;
+            spread_rows(j, j->g + n * j->P1 * j->P2 * j->O, item % j->Q1, tall);
+            for (idx q2 = 0; q2 < j->Q2; q2++) {
+                float *seen = j->seen + (item * j->Q2 + q2) * cell;
+                idx o = 0;
+                for (; o + LANES <= j->O; o += LANES)
+                    spread_cell(j, tall, q2, o, LANES, seen, sums);
+                if (o < j->O) spread_cell(j, tall, q2, o, j->O - o, seen, sums);
+            }
+        }
+    else *j->failed = 1;
+    free(sums), free(tall);
 }
 
 /* ---- max-pool ---- */
@@ -1562,6 +1667,7 @@ static void pool_grid_backward_items(const void *arg, idx begin, idx end) {
 
 static const struct isa OWN(isa) = {
     QUOTE(ISA), patch_mean_items, epilogue_items, depthwise_items, grid_backward_items,
-    max_pool_items, pool_grid_backward_items, slope_backward_items, row_dots_items, LANES};
+    max_pool_items, pool_grid_backward_items, slope_backward_items, row_dots_items,
+    spread_items, LANES};
 
 #endif

@@ -38,7 +38,8 @@ _ARGTYPES = {
     "gf_depthwise": [_P] * 7 + [_N] * 6 + [_P] + [_N] * 2 + [_I, _F, _I],
     "gf_grid_backward": [_P] * 7 + [_N] * 8 + [_I],
     "gf_max_pool": [_P] * 8 + [_N] * 6 + [_P, _I, _F, _I],
-    "gf_slope_backward": [_P] * 4 + [_F] + [_P] * 3 + [_N] * 3 + [_I],
+    "gf_slope_backward": [_P] * 4 + [_F] + [_P] * 3 + [_N] * 3 + [_I] * 2,
+    "gf_spread": [_P] * 4 + [_N] * 8 + [_I],
     "gf_row_dots": [_P] * 3 + [_N] * 2 + [_I],
     "gf_pool_grid_backward": [_P] * 5 + [_N] * 8 + [_I],
 }
@@ -326,6 +327,7 @@ def slope_backward(
     area: Tensor | float,
     need_sum: bool = True,
     need_z: bool = True,
+    act: str = "none",
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
     """See eager.slope_backward."""
     n, c, p, q = g.shape
@@ -338,10 +340,23 @@ def slope_backward(
     _check(library().gf_slope_backward(
         g.data_ptr(), _pointer(slope), _pointer(scale), _pointer(cells),
         area if cells is None else 0.0, _pointer(z), _pointer(scaled), _pointer(total),
-        n, p * q, c, torch.get_num_threads(),
+        n, p * q, c, ACTS[act], torch.get_num_threads(),
     ))
     z = g if slope is None else z
     return z, z if scaled is None else scaled, total
+
+
+def spread(g: Tensor, taps_h: Tensor, taps_w: Tensor) -> Tensor:
+    """See eager.spread."""
+    (n, o, p1, p2), (kh, _, q1), (kw, _, q2) = g.shape, taps_h.shape, taps_w.shape
+    g = _channels_last(g)
+    taps_h, taps_w = _floats(taps_h, kh * p1 * q1), _floats(taps_w, kw * p2 * q2)
+    seen = torch.empty((n * q1 * q2, o * kh * kw))
+    _check(library().gf_spread(
+        g.data_ptr(), taps_h.data_ptr(), taps_w.data_ptr(), seen.data_ptr(), n, o, p1, p2, q1, q2,
+        kh, kw, torch.get_num_threads(),
+    ))
+    return seen
 
 
 def row_dots(a: Tensor, b: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 Pair = tuple[int, int]
 Stats = tuple[Tensor, Tensor | None, Tensor | None]
+IDEMPOTENT = ("relu", "relu6")  # f(f(z)) = f(z), so that f(z) tells f'(z)
 Act = str | tuple[str, float]
 
 
@@ -277,12 +278,16 @@ def slope_backward(
     area: Tensor | float,
     need_sum: bool = True,
     need_z: bool = True,
+    act: str = "none",
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
     """z = g * slope, z * scale, and the sum of z over all pixels, of maps constant on patches.
 
     g and slope are [N, C, P, Q], scale is per channel, area is the pixels of each patch [P, Q] or
-    one number. z is None unless needed or the same as z * scale; the sum [C] likewise.
+    one number. z is None unless needed or the same as z * scale; the sum [C] likewise. With an
+    `act` of IDEMPOTENT, `slope` is the map f(y) instead, whose f' is that of y.
     """
+    if act != "none":
+        slope = ACTIVATIONS[act].slope(slope, 0.0).to(g.dtype)
     z = g if slope is None else g * slope
     total = None
     if need_sum:  # in float32 at least, as parameters are
@@ -290,6 +295,17 @@ def slope_backward(
         total = (wide * area).sum((0, 2, 3))
     scaled = z if scale is None else (z * scale[:, None, None]).to(z.dtype)
     return z if need_z else None, scaled, total
+
+
+def spread(g: Tensor, taps_h: Tensor, taps_w: Tensor) -> Tensor:
+    """g [N, O, P1, P2] as every tap of a convolution sees it: [N * Q1 * Q2, O * kh * kw].
+
+    The taps are those of `depthwise_grid_backward`. Both gradients of a dense convolution are
+    then one matrix product each, with the weights in their channels-last order.
+    """
+    tall = torch.einsum("noij,aip->noapj", g, taps_h.to(g.dtype))  # [N, O, kh, Q1, P2]
+    seen = torch.einsum("noapj,bjq->npqoab", tall, taps_w.to(g.dtype))
+    return seen.reshape(seen.shape[0] * seen.shape[1] * seen.shape[2], -1)
 
 
 def row_dots(a: Tensor, b: Tensor) -> Tensor:

@@ -287,7 +287,7 @@ def depthwise_grid_backward(
 
 @triton.jit
 def _slope_kernel(
-    g, slope, scale, area, z, scaled, sums, whole, cells, rows, C,
+    g, slope, scale, area, z, scaled, sums, whole, cells, rows, C, ACT: tl.constexpr,
     PIXELS: tl.constexpr, CHANNELS: tl.constexpr,
 ):
     """One program: a share of the patches of all images, one block of channels."""
@@ -299,7 +299,10 @@ def _slope_kernel(
         at = row.to(tl.int64)[:, None] * C + c[None, :]
         value = tl.load(g + at, valid, 0.0).to(tl.float32)
         if slope is not None:
-            value *= tl.load(slope + at, valid, 0.0).to(tl.float32)
+            factor = tl.load(slope + at, valid, 0.0).to(tl.float32)
+            if ACT != "none":
+                _, factor = _activate(factor, 0.0, ACT)
+            value *= factor
         if z is not None:
             tl.store(z + at, value, valid)
         if scaled is not None:
@@ -313,7 +316,7 @@ def _slope_kernel(
 
 def slope_backward(
     g: Tensor, slope: Tensor | None, scale: Tensor | None, area: Tensor | float,
-    need_sum: bool = True, need_z: bool = True,
+    need_sum: bool = True, need_z: bool = True, act: str = "none",
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
     """See eager.slope_backward."""
     n, c, p, q = g.shape
@@ -325,7 +328,7 @@ def slope_backward(
     parts = min(_cdiv(n * p * q, pixels), PARTS)
     sums = g.new_empty((parts, c), dtype=torch.float32) if need_sum else None
     _slope_kernel[parts, _cdiv(c, channels)](
-        g, slope, scale, area, z, scaled, sums, whole, p * q, n * p * q, c, pixels, channels,
+        g, slope, scale, area, z, scaled, sums, whole, p * q, n * p * q, c, act, pixels, channels,
         num_warps=warps,
     )
     z = g if slope is None else z

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from gradfilter import autograd, kernels
 from gradfilter.geometry import Geometry
+from gradfilter.kernels.eager import IDEMPOTENT
 from gradfilter.layers import ConvOp
 from gradfilter.region import grid
 from gradfilter.region.step import (
@@ -22,13 +23,6 @@ from gradfilter.region.step import (
     own_parameters,
     plain_activation,
 )
-
-# f' where f(z) alone is known
-SLOPE_OF_OUTPUT = {
-    "relu": lambda a: (a > 0).to(a.dtype),
-    "relu6": lambda a: ((a > 0) & (a < 6)).to(a.dtype),
-}
-
 
 @dataclass
 class Placed:
@@ -131,14 +125,8 @@ class Conv(Step):
 
     def _output_tells(self, c) -> bool:
         """Whether the output is kept pixel by pixel, and tells f'."""
-        known = self.pool is None and self.act[0] in SLOPE_OF_OUTPUT and self.out in c.means
+        known = self.pool is None and self.act[0] in IDEMPOTENT and self.out in c.means
         return known and c.notes[self.out].side == (1, 1)
-
-    def _slope(self, c) -> Tensor | None:
-        """The patch means of f'."""
-        if self._output_tells(c):
-            return SLOPE_OF_OUTPUT[self.act[0]](c.mean(self.out))
-        return c.kept(self, "slope")
 
     def _pooled(self, c, y, scale, shift, place, keep):
         p, sides = self.pool, (place.side, place.pooled)
@@ -175,8 +163,11 @@ class Conv(Step):
         batch = self.norm is not None and c.batch_norm(self.norm)
         scale = None if self.norm is None or batch else c.scale(self.norm)
         need_sum = not batch and c.shift_wanted(self)
-        slope, add = self._slope(c), self.residual in c.needs
-        z, g, g_shift = kernels.slope_backward(g, slope, scale, place.area, need_sum, add)
+        add = self.residual in c.needs
+        slope, act = c.kept(self, "slope"), "none"
+        if self._output_tells(c):
+            slope, act = c.mean(self.out), self.act[0]
+        z, g, g_shift = kernels.slope_backward(g, slope, scale, place.area, need_sum, add, act)
         if add:
             c.add(self.residual, z)
         if batch:
@@ -208,24 +199,25 @@ class Conv(Step):
         if need_gw:
             c.gradient(self.module, "weight", gw)
         if self.norm is not None and not c.batch_norm(self.norm):
-            fold_backward(c, self.module, self.norm, gw, w, g_shift)
+            fold_backward(c, self, gw, w, g_shift, place)
         elif c.trained(self.module, "bias"):
             c.gradient(
                 self.module, "bias", grid.pixel_sum(g, place.area) if g_shift is None else g_shift
             )
 
 
-def fold_backward(c, conv, norm, gw, w, g_shift) -> None:
+def fold_backward(c, step: Conv, gw, w, g_shift, place: Placed) -> None:
     """Gradients of gamma, beta and the convolution's bias through the folded weight and bias.
 
     `gw` is that of w, the folded weight's times the scale; dividing by it gives the latter back.
     """
+    conv, norm = step.module, step.norm
     if c.trained(norm, "bias"):
         c.gradient(norm, "bias", g_shift)
     if c.trained(conv, "bias"):
         c.gradient(conv, "bias", g_shift * c.scale(norm))
     if c.trained(norm, "weight"):
-        product = kernels.row_dots(gw, w) / c.scale(norm)
+        product = place.grid.dots(gw, w) / c.scale(norm)
         centre = norm.running_mean
         if conv.bias is not None:
             centre = centre - c.parameter(conv, "bias")

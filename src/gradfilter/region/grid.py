@@ -17,7 +17,7 @@ from gradfilter.methods import GalerkinFilter, GradientFilter, Method
 from gradfilter.patches import divide_up, overlap, patch_area, tap_counts
 
 Pair = tuple[int, int]
-SMALL = 16  # grids up to this side spread g by dense products with the counts
+SMALL = 16  # up to this side of a grid, g as every tap sees it is little to write
 
 
 def takes(method: Method) -> bool:
@@ -60,6 +60,11 @@ def grid_conv(
     return kind(method, op, x_size, dtype, device)
 
 
+def _rows(x: Tensor) -> Tensor:
+    """A channels-last map as a matrix. [N, C, H, W] -> [N * H * W, C]"""
+    return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
+
+
 class GridConv:
     """Both gradients of one convolution on the grid."""
 
@@ -68,6 +73,10 @@ class GridConv:
     ) -> tuple[Tensor | None, Tensor | None]:
         """g [N, O, P1, P2], x [N, C, Q1, Q2] -> gx [N, C, Q1, Q2], gw as w."""
         raise NotImplementedError
+
+    def dots(self, gw: Tensor, w: Tensor) -> Tensor:
+        """<gw[o], w[o]> for every output channel."""
+        return kernels.row_dots(gw, w)
 
 
 class _Galerkin(GridConv):
@@ -105,7 +114,7 @@ class _Galerkin(GridConv):
         elif self.diagonal is not None and op.groups == 1:
             return self._pointwise(g, x, w, need_gx, need_gw)
         elif op.groups == 1 and max(g.shape[-2:]) <= SMALL and not (g.is_cuda and self.regular):
-            gx, gw = self._by_taps(g, x, w, need_gx, need_gw)
+            gx, gw = self._by_product(g, x, w, need_gx, need_gw)
         elif self.regular is not None:
             gx, gw = self.regular.backward(g, x, w, need_gx, need_gw)
         else:
@@ -134,30 +143,21 @@ class _Galerkin(GridConv):
             gw = gw.view_as(w)
         return gx, gw
 
-    def _by_taps(self, g, x, w, need_gx, need_gw):
-        """One matrix product per tap and gradient, in the layout of channels-last weights."""
-        n, o, p, q = g.shape
-        rows, columns = self.taps
-        kh, kw = self.op.kernel
-        size = (n, rows.shape[2], columns.shape[2])
-        # g as tap (a, b) sees it: [a, b, N * Q1 * Q2, O]
-        tall = torch.tensordot(rows, g.permute(0, 2, 3, 1), dims=([1], [1]))  # [a, Q1, N, P2, O]
-        seen = torch.einsum("aqnpo,bps->abnqso", tall, columns).reshape(kh, kw, -1, o)
-        w = w.contiguous(memory_format=torch.channels_last)
+    def _by_product(self, g, x, w, need_gx, need_gw):
+        """One matrix product per gradient, in the layout of channels-last weights."""
+        n, o = g.shape[:2]
+        (kh, _, q1), (kw, _, q2) = (t.shape for t in self.taps)
         gx = gw = None
-        if need_gx:
-            flat = seen[0, 0] @ w[:, :, 0, 0]
-            for a in range(kh):
-                for b in range(kw):
-                    if a or b:
-                        flat.addmm_(seen[a, b], w[:, :, a, b])
-            gx = flat.view(*size, -1).permute(0, 3, 1, 2)
+        if not need_gx:  # x as every tap sees it is smaller for a stem of 3 channels
+            seen = torch.einsum("ncqs,apq->ncaps", x, self.taps[0])
+            seen = torch.einsum("ncaps,brs->nprabc", seen, self.taps[1]).reshape(-1, w[0].numel())
+            gw = (_rows(g).T @ seen).view(o, kh, kw, -1).permute(0, 3, 1, 2)
+            return gx, gw
+        seen = kernels.spread(g, *self.taps)  # [N * Q1 * Q2, O * kh * kw]
+        flat = w.permute(0, 2, 3, 1).reshape(o * kh * kw, -1)
+        gx = (seen @ flat).view(n, q1, q2, -1).permute(0, 3, 1, 2)
         if need_gw:
-            gw = torch.empty_like(w)
-            cells = x.permute(0, 2, 3, 1).reshape(seen.shape[2], -1)
-            for a in range(kh):
-                for b in range(kw):
-                    torch.mm(seen[a, b].T, cells, out=gw[:, :, a, b])
+            gw = (seen.T @ _rows(x)).view(o, kh, kw, -1).permute(0, 3, 1, 2)
         return gx, gw
 
     def _spread(self, g, x, w, need_gx, need_gw):
@@ -293,18 +293,59 @@ class _Filtered(GridConv):
             self.area = rows[:, None] * columns
 
     def backward(self, g, x, w, need_gx, need_gw):
-        groups = self.op.groups
+        op = self.op
         gx = gw = None
+        if op.groups > 1 and w.shape[0] == op.groups and w.shape[1] == 1:
+            gx, gw = self._depthwise(g, x, w, need_gx, need_gw)
+        elif op.groups == 1:
+            gx, gw = self._dense(g, x, w, need_gx, need_gw)
+        else:
+            gx, gw = self._grouped(g, x, w, need_gx, need_gw)
+        if need_gx:
+            gx = self._to_cells(gx)
+        if need_gw and op.kernel != (1, 1):  # every tap has the same
+            flat = gw.flatten(1)[:, None].expand(-1, op.kernel[0] * op.kernel[1], -1)
+            gw = flat.reshape(len(gw), *op.kernel, -1).permute(0, 3, 1, 2)
+        return gx, gw
+
+    def _depthwise(self, g, x, w, need_gx, need_gw):
+        """gx is g times the sum of the taps, gw the sum of g x over all pixels."""
+        gx = gw = None
+        if need_gx:
+            _, gx, _ = kernels.slope_backward(g, None, w.sum((1, 2, 3)), 1.0, False, False)
+        if need_gw and self.whole:
+            _, _, gw = kernels.slope_backward(g, x, None, self.area, True, False)
+        elif need_gw:
+            gw = (g * self._to_blocks(x * self.area)).sum((0, 2, 3))
+        return gx, None if gw is None else gw[:, None, None, None]
+
+    def _dense(self, g, x, w, need_gx, need_gw):
+        """One matrix product each."""
+        (n, o, p, q), gx, gw = g.shape, None, None
+        rows = _rows(g)
+        if need_gx:
+            gx = (rows @ _tap_sum(w)).view(n, p, q, -1).permute(0, 3, 1, 2)
+        if need_gw:
+            even = self.whole and isinstance(self.area, float)
+            gw = rows.T @ _rows(x if even else self._to_blocks(x * self.area))
+            gw = (gw.mul_(self.area) if even else gw)[:, :, None, None]
+        return gx, gw
+
+    def _grouped(self, g, x, w, need_gx, need_gw):
+        groups, gx, gw = self.op.groups, None, None
         gg = g.reshape(g.shape[0], groups, -1, *g.shape[-2:])
         if need_gx:
-            taps = w.sum((-1, -2)).reshape(groups, -1, w.shape[1])
-            gx = self._to_cells(torch.einsum("ngopq,goc->ngcpq", gg, taps).flatten(1, 2))
+            taps = _tap_sum(w).view(groups, -1, w.shape[1])
+            gx = torch.einsum("ngopq,goc->ngcpq", gg, taps).flatten(1, 2)
         if need_gw:
             blocks = self._to_blocks(x * self.area)
             xx = blocks.reshape(x.shape[0], groups, -1, *blocks.shape[-2:])
-            gw = torch.einsum("ngopq,ngcpq->goc", gg, xx).flatten(0, 1)
-            gw = gw[..., None, None].expand(*gw.shape, *self.op.kernel).contiguous()
+            gw = torch.einsum("ngopq,ngcpq->goc", gg, xx).flatten(0, 1)[:, :, None, None]
         return gx, gw
+
+    def dots(self, gw, w):
+        """As every tap of gw is the same, with the sum of w's."""
+        return torch.linalg.vecdot(gw[:, :, 0, 0].contiguous(), _tap_sum(w))
 
     def _to_cells(self, blocks: Tensor) -> Tensor:
         """Blocks of x -> the patches of x's own grid, which are a stride finer."""
@@ -323,3 +364,10 @@ class _Filtered(GridConv):
         pad = (0, self.count[1] * s2 - cells.shape[-1], 0, self.count[0] * s1 - cells.shape[-2])
         cells = torch.nn.functional.pad(cells, pad)
         return torch.nn.functional.avg_pool2d(cells, (s1, s2), divisor_override=1)
+
+
+def _tap_sum(w: Tensor) -> Tensor:
+    """[O, C, kh, kw] -> [O, C]"""
+    if w.shape[2] * w.shape[3] == 1:
+        return w.flatten(1)
+    return w.permute(0, 2, 3, 1).flatten(1, 2).sum(1)
