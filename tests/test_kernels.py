@@ -239,7 +239,7 @@ def backend(request):
 
 
 def agrees(backend, name: str, *args, **options) -> None:
-    """The backend's float32 result is eager's float64 result, to rounding."""
+    """The backend's float32 results, and what it wrote to its arguments, are eager's in float64."""
     module, device = backend
 
     def fast(value):
@@ -252,9 +252,13 @@ def agrees(backend, name: str, *args, **options) -> None:
     # Rounding to float32 first, so that both see the same numbers.
     exact = [v.float().double() if isinstance(v, Tensor) else v for v in args]
     expected = body(*exact, **options)
-    got = getattr(module, name)(*map(fast, args), **{k: fast(v) for k, v in options.items()})
-    single = not isinstance(expected, tuple)
-    for a, b in zip([got] if single else got, [expected] if single else expected, strict=True):
+    given = [fast(v) for v in args]
+    got = getattr(module, name)(*given, **{k: fast(v) for k, v in options.items()})
+    got, expected = (r if isinstance(r, tuple) else (r,) for r in (got, expected))
+    written = [i for i, v in enumerate(args) if isinstance(v, Tensor) and v.ndim == 1]
+    got += tuple(given[i] for i in written)
+    expected += tuple(exact[i] for i in written)
+    for a, b in zip(got, expected, strict=True):
         if b is None:
             assert a is None
             continue
@@ -338,18 +342,26 @@ def test_c_agrees_with_eager_on_any_layer(shape, conv, side_out, act):
 def test_fast_slope_backward(backend, shape):
     n, c, p, q = shape[:4]
     g, slope, scale = noise(n, c, p, q), noise(n, c, p, q, seed=1), noise(c)
-    agrees(backend, "slope_backward", g, slope, scale, noise(p, q).abs())
-    agrees(backend, "slope_backward", g, slope, None, 4.0)
-    agrees(backend, "slope_backward", g, None, scale, 4.0, need_sum=False)
+    agrees(backend, "slope_backward", g, slope, scale, noise(p, q).abs(), noise(c))
+    agrees(backend, "slope_backward", g, slope, None, 4.0, noise(c))
+    agrees(backend, "slope_backward", g, None, scale, 4.0)
+    agrees(backend, "slope_backward", g, slope, scale, 4.0, None, False)
     for act in eager.IDEMPOTENT:
-        agrees(backend, "slope_backward", g, 5 * slope, scale, 4.0, act=act)
+        agrees(backend, "slope_backward", g, 5 * slope, scale, 4.0, noise(c), act=act)
+
+
+def test_sums_of_slope_backward_are_over_pixels():
+    g, slope, area, sums = noise(2, 5, 3, 4), noise(2, 5, 3, 4, seed=1), noise(3, 4).abs(), noise(5)
+    eager.slope_backward(g, slope, None, area, sums)
+    torch.testing.assert_close(sums, (g * slope * area).sum((0, 2, 3)))
 
 
 @pytest.mark.parametrize("shape", [(5, 7, 3, 3), (3, 130, 1, 1)], ids=str)
 def test_fast_row_dots(backend, shape):
-    a, b = noise(*shape), noise(*shape, seed=1)
-    torch.testing.assert_close(eager.row_dots(a, b), (a * b).sum((1, 2, 3)))
-    agrees(backend, "row_dots", a, b)
+    a, b, dots = noise(*shape), noise(*shape, seed=1), noise(shape[0])
+    agrees(backend, "row_dots", a, b, noise(shape[0]))
+    eager.row_dots(a, b, dots)
+    torch.testing.assert_close(dots, (a * b).sum((1, 2, 3)))
 
 
 def test_nan_and_infinity_come_through(backend):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradfilter.kernels import cpu, eager
-from gradfilter.kernels.eager import ACTIVATIONS, pool_reach
+from gradfilter.kernels.eager import ACTIVATIONS, pool_reach, wide
 
 __all__ = [
     "ACTIVATIONS",
@@ -30,6 +30,7 @@ __all__ = [
     "slope_backward",
     "spread",
     "status",
+    "wide",
 ]
 
 _FORCED = os.environ.get("GRADFILTER_KERNELS", "")
@@ -105,10 +106,10 @@ slope_backward = _dispatched(eager.slope_backward)
 spread = _dispatched(eager.spread)
 
 
-def row_dots(a: Tensor, b: Tensor) -> Tensor:
-    """<a[o], b[o]> of two weights [O, C, kh, kw], whatever their layouts."""
+def row_dots(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """<a[o], b[o]> of two weights [O, C, kh, kw], whatever their layouts, into out [O]."""
     floats = a.dtype is torch.float32 and b.dtype is torch.float32 and a.is_cpu
-    return (_cpu() if floats and not _FORCED else eager).row_dots(a, b)
+    (_cpu() if floats and not _FORCED else eager).row_dots(a, b, out)
 
 
 def status() -> dict[str, str]:

@@ -154,6 +154,13 @@ def _pointer(t: Tensor | None) -> int | None:
     return None if t is None else t.data_ptr()
 
 
+def _written(t: Tensor | None, count: int) -> int | None:
+    """Where a kernel writes `count` floats."""
+    if t is not None and _floats(t, count) is not t:
+        raise ValueError("a kernel can only write to contiguous floats")
+    return _pointer(t)
+
+
 def _vectors(scale: Tensor | None, shift: Tensor | None, c: int) -> tuple[Tensor | None, ...]:
     return (
         None if scale is None else _floats(scale, c),
@@ -325,10 +332,10 @@ def slope_backward(
     slope: Tensor | None,
     scale: Tensor | None,
     area: Tensor | float,
-    need_sum: bool = True,
+    sums: Tensor | None = None,
     need_z: bool = True,
     act: str = "none",
-) -> tuple[Tensor | None, Tensor, Tensor | None]:
+) -> tuple[Tensor | None, Tensor]:
     """See eager.slope_backward."""
     n, c, p, q = g.shape
     slope = None if slope is None else _channels_last(slope)
@@ -336,14 +343,13 @@ def slope_backward(
     cells = None if isinstance(area, float) else _floats(area, p * q)
     z = _map(n, c, p, q) if slope is not None and (need_z or scale is None) else None
     scaled = _map(n, c, p, q) if scale is not None else None
-    total = torch.empty(c) if need_sum else None
     _check(library().gf_slope_backward(
         g.data_ptr(), _pointer(slope), _pointer(scale), _pointer(cells),
-        area if cells is None else 0.0, _pointer(z), _pointer(scaled), _pointer(total),
+        area if cells is None else 0.0, _pointer(z), _pointer(scaled), _written(sums, c),
         n, p * q, c, ACTS[act], torch.get_num_threads(),
     ))
     z = g if slope is None else z
-    return z, z if scaled is None else scaled, total
+    return z, z if scaled is None else scaled
 
 
 def spread(g: Tensor, taps_h: Tensor, taps_w: Tensor) -> Tensor:
@@ -359,15 +365,13 @@ def spread(g: Tensor, taps_h: Tensor, taps_w: Tensor) -> Tensor:
     return seen
 
 
-def row_dots(a: Tensor, b: Tensor) -> Tensor:
+def row_dots(a: Tensor, b: Tensor, out: Tensor) -> None:
     """See eager.row_dots."""
     if not (a.is_contiguous() and b.is_contiguous()):
         a, b = (t.permute(0, 2, 3, 1).contiguous() for t in (a, b))
     rows = a.shape[0]
     a, b = _floats(a, a.numel()), _floats(b, a.numel())
-    dots = torch.empty(rows)
     _check(library().gf_row_dots(
-        a.data_ptr(), b.data_ptr(), dots.data_ptr(), rows, a.numel() // rows,
+        a.data_ptr(), b.data_ptr(), _written(out, rows), rows, a.numel() // rows,
         torch.get_num_threads(),
     ))
-    return dots

@@ -271,30 +271,33 @@ def max_pool_grid_backward(
     return gx.contiguous(memory_format=torch.channels_last)
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type of a long sum: float32 at least, as parameters are."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def slope_backward(
     g: Tensor,
     slope: Tensor | None,
     scale: Tensor | None,
     area: Tensor | float,
-    need_sum: bool = True,
+    sums: Tensor | None = None,
     need_z: bool = True,
     act: str = "none",
-) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """z = g * slope, z * scale, and the sum of z over all pixels, of maps constant on patches.
+) -> tuple[Tensor | None, Tensor]:
+    """z = g * slope and z * scale, of maps constant on patches; z summed over all pixels into sums.
 
     g and slope are [N, C, P, Q], scale is per channel, area is the pixels of each patch [P, Q] or
-    one number. z is None unless needed or the same as z * scale; the sum [C] likewise. With an
-    `act` of IDEMPOTENT, `slope` is the map f(y) instead, whose f' is that of y.
+    one number. z is None unless needed or the same as z * scale. `sums` [C] is overwritten. With
+    an `act` of IDEMPOTENT, `slope` is the map f(y) instead, whose f' is that of y.
     """
     if act != "none":
         slope = ACTIVATIONS[act].slope(slope, 0.0).to(g.dtype)
     z = g if slope is None else g * slope
-    total = None
-    if need_sum:  # in float32 at least, as parameters are
-        wide = z.float() if z.dtype in (torch.bfloat16, torch.float16) else z
-        total = (wide * area).sum((0, 2, 3))
+    if sums is not None:
+        sums.copy_((z.to(wide(z.dtype)) * area).sum((0, 2, 3)))
     scaled = z if scale is None else (z * scale[:, None, None]).to(z.dtype)
-    return z if need_z else None, scaled, total
+    return z if need_z or scale is None else None, scaled
 
 
 def spread(g: Tensor, taps_h: Tensor, taps_w: Tensor) -> Tensor:
@@ -308,9 +311,9 @@ def spread(g: Tensor, taps_h: Tensor, taps_w: Tensor) -> Tensor:
     return seen.reshape(seen.shape[0] * seen.shape[1] * seen.shape[2], -1)
 
 
-def row_dots(a: Tensor, b: Tensor) -> Tensor:
-    """<a[o], b[o]> of two weights [O, C, kh, kw], whatever their layouts."""
+def row_dots(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """<a[o], b[o]> of two weights [O, C, kh, kw], whatever their layouts, into out [O]."""
     if not (a.is_contiguous() and b.is_contiguous()):
         a, b = (t.permute(0, 2, 3, 1) for t in (a, b))
-    wide = torch.promote_types(a.dtype, torch.float32)  # a long sum of half-precision products
-    return torch.linalg.vecdot(a.flatten(1).to(wide), b.flatten(1).to(wide))
+    a, b = (t.flatten(1).to(wide(t.dtype)) for t in (a, b))
+    out.copy_(torch.linalg.vecdot(a, b))

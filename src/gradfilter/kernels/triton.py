@@ -316,8 +316,8 @@ def _slope_kernel(
 
 def slope_backward(
     g: Tensor, slope: Tensor | None, scale: Tensor | None, area: Tensor | float,
-    need_sum: bool = True, need_z: bool = True, act: str = "none",
-) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    sums: Tensor | None = None, need_z: bool = True, act: str = "none",
+) -> tuple[Tensor | None, Tensor]:
     """See eager.slope_backward."""
     n, c, p, q = g.shape
     g, slope = _channels_last(g), None if slope is None else _channels_last(slope)
@@ -325,15 +325,16 @@ def slope_backward(
     z = _map(g, p, q) if slope is not None and (need_z or scale is None) else None
     scaled = None if scale is None else _map(g, p, q)
     pixels, channels, warps = _blocks(n * p * q, c)
-    parts = min(_cdiv(n * p * q, pixels), PARTS)
-    sums = g.new_empty((parts, c), dtype=torch.float32) if need_sum else None
-    _slope_kernel[parts, _cdiv(c, channels)](
-        g, slope, scale, area, z, scaled, sums, whole, p * q, n * p * q, c, act, pixels, channels,
-        num_warps=warps,
+    shares = min(_cdiv(n * p * q, pixels), PARTS)
+    parts = None if sums is None else g.new_empty((shares, c), dtype=torch.float32)
+    _slope_kernel[shares, _cdiv(c, channels)](
+        g, slope, scale, area, z, scaled, parts, whole, p * q, n * p * q, c, act, pixels,
+        channels, num_warps=warps,
     )
+    if sums is not None:
+        torch.sum(parts, 0, out=sums)  # float32, in a fixed order
     z = g if slope is None else z
-    total = sums.sum(0) if need_sum else None  # float32, in a fixed order
-    return z, z if scaled is None else scaled, total
+    return z, z if scaled is None else scaled
 
 
 @triton.jit

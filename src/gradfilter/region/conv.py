@@ -24,6 +24,7 @@ from gradfilter.region.step import (
     plain_activation,
 )
 
+
 @dataclass
 class Placed:
     """A convolution for one size of its input: what its steps would look up again and again."""
@@ -97,7 +98,7 @@ class Conv(Step):
         w = c.weight(self.module, x)
         keep = self.out in c.needs
         batch = self.norm is not None and c.batch_norm(self.norm)
-        scale, shift = (None, None) if batch else c.affine(self.module, self.norm)
+        scale, shift = (None, None) if batch else c.affine(self, self.module)
         last = self.residual is None and self.pool is None and not batch
         if op.groups > 1 and op.groups == w.shape[0] == x.shape[1]:
             act = self.act if last else NONE
@@ -126,7 +127,7 @@ class Conv(Step):
     def _output_tells(self, c) -> bool:
         """Whether the output is kept pixel by pixel, and tells f'."""
         known = self.pool is None and self.act[0] in IDEMPOTENT and self.out in c.means
-        return known and c.notes[self.out].side == (1, 1)
+        return known and c.places[self.out].side == (1, 1)
 
     def _pooled(self, c, y, scale, shift, place, keep):
         p, sides = self.pool, (place.side, place.pooled)
@@ -157,22 +158,25 @@ class Conv(Step):
         return scale, shift
 
     def backward(self, c, g):
-        place = c.placed(self)
+        place = c.places[self.out]
         if self.pool is not None:
             g = self._unpool(c, g, place)
         batch = self.norm is not None and c.batch_norm(self.norm)
-        scale = None if self.norm is None or batch else c.scale(self.norm)
-        need_sum = not batch and c.shift_wanted(self)
-        add = self.residual in c.needs
+        fold = None if self.norm is None or batch else c.folded.of[self.out]
+        add, wants = self.residual in c.needs, c.wiring.of[self.out]
+        sums = None
+        if wants.sums and not batch:
+            sums = fold.sums if fold else g.new_empty(g.shape[1], dtype=kernels.wide(g.dtype))
         slope, act = c.kept(self, "slope"), "none"
         if self._output_tells(c):
             slope, act = c.mean(self.out), self.act[0]
-        z, g, g_shift = kernels.slope_backward(g, slope, scale, place.area, need_sum, add, act)
+        scale = fold.scale if fold else None
+        z, g = kernels.slope_backward(g, slope, scale, place.area, sums, add, act)
         if add:
             c.add(self.residual, z)
         if batch:
             g = self._batch_norm_backward(c, g, place)
-        self._convolution_backward(c, g, g_shift, place)
+        self._convolution_backward(c, g, sums, place, fold)
 
     def _unpool(self, c, g, place):
         route = c.kept(self, "route")
@@ -189,40 +193,22 @@ class Conv(Step):
         centred = g - (g_beta[:, None, None] + normal * g_gamma[:, None, None]) / pixels
         return centred * (rstd if gamma is None else rstd * gamma)[:, None, None]
 
-    def _convolution_backward(self, c, g, g_shift, place):
-        """Both gradients on the grid, and the folded batch norm's from the weight's."""
-        x, w = self.inputs[0], c.weight(self.module, g)
-        need_gx, need_gw = x in c.needs, c.weight_wanted(self)
-        gx, gw = place.grid.backward(g, c.mean(x) if need_gw else None, w, need_gx, need_gw)
-        if need_gx:
+    def _convolution_backward(self, c, g, sums, place, fold):
+        """Both gradients on the grid, and what the folded batch norm's are made of."""
+        x, w, wants = self.inputs[0], c.weight(self.module, g), c.wiring.of[self.out]
+        mean = c.mean(x) if wants.gw else None
+        gx, gw = place.grid.backward(g, mean, w, wants.gx, wants.gw)
+        if wants.gx:
             c.add(x, gx)
-        if need_gw:
+        if wants.gw:
             c.gradient(self.module, "weight", gw)
-        if self.norm is not None and not c.batch_norm(self.norm):
-            fold_backward(c, self, gw, w, g_shift, place)
-        elif c.trained(self.module, "bias"):
-            c.gradient(
-                self.module, "bias", grid.pixel_sum(g, place.area) if g_shift is None else g_shift
-            )
-
-
-def fold_backward(c, step: Conv, gw, w, g_shift, place: Placed) -> None:
-    """Gradients of gamma, beta and the convolution's bias through the folded weight and bias.
-
-    `gw` is that of w, the folded weight's times the scale; dividing by it gives the latter back.
-    """
-    conv, norm = step.module, step.norm
-    if c.trained(norm, "bias"):
-        c.gradient(norm, "bias", g_shift)
-    if c.trained(conv, "bias"):
-        c.gradient(conv, "bias", g_shift * c.scale(norm))
-    if c.trained(norm, "weight"):
-        product = place.grid.dots(gw, w) / c.scale(norm)
-        centre = norm.running_mean
-        if conv.bias is not None:
-            centre = centre - c.parameter(conv, "bias")
-        g_gamma = torch.addcmul(product, g_shift, centre, value=-1).mul_(c.rstd(norm))
-        c.gradient(norm, "weight", g_gamma)
+        if fold:
+            c.folded.reached.add(self.out)
+            if wants.gamma:
+                place.grid.dots(gw, w, fold.dots)
+        if wants.bias:
+            g_bias = grid.pixel_sum(g, place.area) if sums is None else sums
+            c.gradient(self.module, "bias", g_bias * fold.scale if fold else g_bias)
 
 
 def batch_norm(norm: nn.Module, x: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ from torch import Tensor, fx, nn
 from gradfilter.order import evaluating
 from gradfilter.region.conv import Conv
 from gradfilter.region.lower import Lowering, Outside, Region, regions, shapes_of
-from gradfilter.region.run import Plain, Runner
+from gradfilter.region.plain import Plain
+from gradfilter.region.run import Runner
 from gradfilter.region.trace import hooked, hooks_of, trace
 
 TRACING = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
@@ -27,12 +28,9 @@ class Program:
             else Runner(part) if fused and part.method is not None else Plain(part)
             for part in self.parts
         ]
-        self.last_use: dict[int, int] = {}
-        for i, part in enumerate(self.parts):
-            for v in self._reads(part):
-                self.last_use[v] = i
-        for v in self._reads(self.lowered.output):
-            self.last_use[v] = len(self.parts)
+        reads = [self._reads(part) for part in (*self.parts, self.lowered.output)]
+        last_use = {v: i for i, values in enumerate(reads) for v in values}
+        self.spent = [{v for v in values if last_use[v] == i} for i, values in enumerate(reads)]
 
     def _reads(self, part) -> list[int]:
         if isinstance(part, Region):
@@ -51,9 +49,8 @@ class Program:
                 results = runner([values[v] for v in part.inputs])
                 values.update(zip(part.outputs, results, strict=True))
                 del results
-            for v in self._reads(part):
-                if self.last_use[v] == i:
-                    values.pop(v, None)
+            for v in self.spent[i]:
+                values.pop(v, None)
         return _handed_out(self._fill(self.lowered.output, values), args[0].is_contiguous())
 
     def _fill(self, tree, values: dict):

@@ -74,9 +74,9 @@ class GridConv:
         """g [N, O, P1, P2], x [N, C, Q1, Q2] -> gx [N, C, Q1, Q2], gw as w."""
         raise NotImplementedError
 
-    def dots(self, gw: Tensor, w: Tensor) -> Tensor:
-        """<gw[o], w[o]> for every output channel."""
-        return kernels.row_dots(gw, w)
+    def dots(self, gw: Tensor, w: Tensor, out: Tensor) -> None:
+        """<gw[o], w[o]> for every output channel, into `out`."""
+        kernels.row_dots(gw, w, out)
 
 
 class _Galerkin(GridConv):
@@ -312,17 +312,19 @@ class _Filtered(GridConv):
         """gx is g times the sum of the taps, gw the sum of g x over all pixels."""
         gx = gw = None
         if need_gx:
-            _, gx, _ = kernels.slope_backward(g, None, w.sum((1, 2, 3)), 1.0, False, False)
+            _, gx = kernels.slope_backward(g, None, w.sum((1, 2, 3)), 1.0, None, False)
         if need_gw and self.whole:
-            _, _, gw = kernels.slope_backward(g, x, None, self.area, True, False)
+            gw = g.new_empty(g.shape[1], dtype=kernels.wide(g.dtype))
+            kernels.slope_backward(g, x, None, self.area, gw, False)
+            gw = gw.to(g.dtype)
         elif need_gw:
             gw = (g * self._to_blocks(x * self.area)).sum((0, 2, 3))
         return gx, None if gw is None else gw[:, None, None, None]
 
     def _dense(self, g, x, w, need_gx, need_gw):
         """One matrix product each."""
-        (n, o, p, q), gx, gw = g.shape, None, None
-        rows = _rows(g)
+        n, _, p, q = g.shape
+        rows, gx, gw = _rows(g), None, None
         if need_gx:
             gx = (rows @ _tap_sum(w)).view(n, p, q, -1).permute(0, 3, 1, 2)
         if need_gw:
@@ -343,9 +345,9 @@ class _Filtered(GridConv):
             gw = torch.einsum("ngopq,ngcpq->goc", gg, xx).flatten(0, 1)[:, :, None, None]
         return gx, gw
 
-    def dots(self, gw, w):
+    def dots(self, gw, w, out):
         """As every tap of gw is the same, with the sum of w's."""
-        return torch.linalg.vecdot(gw[:, :, 0, 0].contiguous(), _tap_sum(w))
+        kernels.row_dots(gw[:, :, :1, :1].contiguous(), _tap_sum(w)[:, :, None, None], out)
 
     def _to_cells(self, blocks: Tensor) -> Tensor:
         """Blocks of x -> the patches of x's own grid, which are a stride finer."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor, nn
 
@@ -10,11 +12,12 @@ from gradfilter.layers import ConvOp
 from gradfilter.patches import upsample
 from gradfilter.region import grid
 from gradfilter.region.conv import Conv, Placed
+from gradfilter.region.fold import Folded, FoldedGradients, Part
 from gradfilter.region.lower import Region
 from gradfilter.region.step import Parameter, Step
+from gradfilter.region.wiring import Wiring
 
-TINY = 1e-20  # stands for a gamma nearer to 0
-PLACES = 4096  # convolutions times image sizes that a region remembers
+SIZES = 256  # image sizes that a region remembers
 
 
 class Runner:
@@ -30,100 +33,93 @@ class Runner:
                     seen.add((id(module), name))
                     self.parameters.append((module, name))
         self.position = {(id(m), n): i for i, (m, n) in enumerate(self.parameters)}
-        self.norms = [
-            (getattr(s, "module", None), s.norm)
+        norms = [
+            (s, getattr(s, "module", None), s.norm)
             for s in region.steps
             if getattr(s, "norm", None) is not None
         ]
         # as the program was made: the modes may change before a backward pass
-        self.batched = {id(n) for _, n in self.norms if n.training or n.running_mean is None}
-        self.places: dict[tuple, Placed] = {}
+        self.batched = {id(n) for *_, n in norms if n.training or n.running_mean is None}
+        self.folded = [part for part in norms if id(part[2]) not in self.batched]
+        self.places: dict[tuple, dict[int, Placed]] = {}  # by size of the inputs, by convolution
         self.last_use = {v: i for i, s in enumerate(region.steps) for v in s.inputs}
+        self.wirings: dict[tuple[bool, ...], Wiring] = {}
 
     def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
-        tensors = [getattr(m, n) for m, n in self.parameters]
-        needs = torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *tensors))
+        tensors = [m._parameters[n] for m, n in self.parameters]
         device = inputs[0].device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        cast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if cast else inputs[0].dtype
         if inputs[0].dtype == torch.float64:  # autocast leaves it alone
-            dtype = None
-        inputs = [
-            x.to(dtype or x.dtype).contiguous(memory_format=torch.channels_last) for x in inputs
-        ]
-        if not needs:
-            with torch.autocast(device, enabled=False):
-                return Forward(self, inputs, tensors, frozenset(), ()).run()
-        flags = tuple(t.requires_grad for t in (*inputs, *tensors))
-        with torch.autocast(device, enabled=False):
-            return list(_RegionFunction.apply(self, flags, len(inputs), *inputs, *tensors))
+            dtype = torch.float64
+        inputs = [x.to(dtype).contiguous(memory_format=torch.channels_last) for x in inputs]
+        with torch.autocast(device, enabled=False) if cast else nullcontext():
+            flags = tuple([t.requires_grad for t in (*inputs, *tensors)])
+            if torch.is_grad_enabled() and any(flags):
+                return list(_RegionFunction.apply(self, flags, len(inputs), *inputs, *tensors))
+            return Forward(self, inputs, tensors, self.wiring((False,) * len(flags))).run()
 
-    def epsilons(self, norms: list[nn.Module], like: Tensor) -> Tensor | float:
-        """The epsilon of every channel of these batch norms; one number where they agree."""
-        first = norms[0].eps
-        if all(n.eps == first for n in norms):
-            return first
-        return torch.cat([like.new_full((n.num_features,), n.eps) for n in norms])
+    def wiring(self, flags: tuple[bool, ...]) -> Wiring:
+        found = self.wirings.get(flags)
+        if found is None:
+            found = self.wirings[flags] = Wiring(self.region, self.parameters, flags)
+        return found
 
-    def needs(self, flags: tuple[bool, ...]) -> frozenset[int]:
-        """The values that a gradient has to reach."""
-        region = self.region
-        count = len(region.inputs)
-        found = {v for v, f in zip(region.inputs, flags[:count], strict=True) if f}
-        for step in region.steps:
-            own = (flags[count + self.position[id(m), n]] for m, n in step.parameters())
-            if any(own) or any(v in found for v in step.inputs):
-                found.add(step.out)
-        return frozenset(found)
+    def placed(self, inputs: list[Tensor]) -> dict[int, Placed]:
+        """The convolutions that were worked out for inputs of this size, type and device."""
+        key = (inputs[0].dtype, inputs[0].device, *(x.shape[2:] for x in inputs))
+        if key not in self.places and len(self.places) >= SIZES:
+            self.places.clear()
+        return self.places.setdefault(key, {})
+
+    def kept_parts(self, wiring: Wiring) -> tuple[list[Part], int]:
+        """The folded batch norms from the first that a gradient reaches on; channels before it."""
+        before = 0
+        for i, (step, _, norm) in enumerate(self.folded):
+            if step.out in wiring.needs:
+                return self.folded[i:], before
+            before += norm.num_features
+        return [], before
 
 
 class _State:
     """What the steps see in either direction."""
 
-    def __init__(self, runner: Runner, tensors, needs: frozenset[int], flags: tuple[bool, ...]):
-        self.runner, self.tensors, self.needs, self.flags = runner, tensors, needs, flags
-        self.method = runner.region.method
-        self.folded: dict[int, tuple[Tensor, Tensor]] = {}  # of a batch norm: scale, 1/sigma
+    def __init__(self, runner: Runner, tensors, wiring: Wiring):
+        self.runner, self.tensors, self.wiring = runner, tensors, wiring
+        self.method, self.needs = runner.region.method, wiring.needs
+        self.trained = wiring.trains
 
     def parameter(self, module: nn.Module, name: str) -> Tensor:
         return self.tensors[self.runner.position[id(module), name]]
 
     def weight(self, module: nn.Module, like: Tensor) -> Tensor:
         """The weight of a convolution in the type of the maps."""
-        return self.parameter(module, "weight").to(like.dtype)
+        w = self.tensors[self.runner.position[id(module), "weight"]]
+        return w if w.dtype is like.dtype else w.to(like.dtype)
 
     def optional(self, module: nn.Module, name: str) -> Tensor | None:
-        return None if getattr(module, name) is None else self.parameter(module, name)
-
-    def trained(self, module: nn.Module | None, name: str) -> bool:
-        i = self.runner.position.get((id(module), name)) if module is not None else None
-        return i is not None and self.flags[len(self.runner.region.inputs) + i]
+        i = self.runner.position.get((id(module), name))
+        return None if i is None else self.tensors[i]
 
     def batch_norm(self, norm: nn.Module) -> bool:
         """Whether a batch norm uses the statistics of the batch."""
         return id(norm) in self.runner.batched
 
-    def scale(self, norm: nn.Module) -> Tensor:
-        """gamma / sigma of a frozen batch norm, never 0, so that it can be divided out again."""
-        return self.folded[id(norm)][0]
-
-    def rstd(self, norm: nn.Module) -> Tensor:
-        return self.folded[id(norm)][1]
-
 
 class Forward(_State):
     """The forward pass: dense maps live as long as a step reads them."""
 
-    def __init__(self, runner, inputs, tensors, needs, flags):
-        super().__init__(runner, tensors, needs, flags)
+    def __init__(self, runner: Runner, inputs, tensors, wiring: Wiring):
+        super().__init__(runner, tensors, wiring)
         self.dense: dict[int, Tensor] = dict(zip(runner.region.inputs, inputs, strict=True))
         self.means: dict[int, Tensor] = {}
         self.saved: dict[tuple, Tensor] = {}
         self.notes: dict[object, object] = {}
-        reached = (s for s in runner.region.steps if s.out in needs)
-        self.wanted = {v for s in reached for v in s.means(self.trained)}
-        self.shifts: dict[tuple[int, int], Tensor] = {}  # of a convolution and its batch norm
+        self.wanted = wiring.wanted
+        self.folded = Folded(runner.folded, self.optional) if runner.folded else None
+        self.places = runner.placed(inputs)
         self.here = 0
-        self._fold()
 
     def run(self) -> list[Tensor]:
         region = self.runner.region
@@ -146,40 +142,11 @@ class Forward(_State):
                 mean = kernels.patch_mean(x, grid.side(self.method, tuple(x.shape[-2:])))
             self.means[value] = mean
 
-    def affine(self, conv: nn.Module | None, norm: nn.Module | None):
+    def affine(self, step: Step, conv: nn.Module | None) -> tuple[Tensor | None, Tensor | None]:
         """Scale and shift that follow a convolution: its bias and its frozen batch norm."""
-        if norm is None:
-            return None, self.optional(conv, "bias")
-        return self.folded[id(norm)][0], self.shifts[id(conv), id(norm)]
-
-    def _fold(self) -> None:
-        """Scale, 1/sigma and shift of every frozen batch norm, all layers in one vector."""
-        pairs = [p for p in self.runner.norms if not self.batch_norm(p[1])]
-        if not pairs:
-            return
-        norms = [norm for _, norm in pairs]
-        variance = torch.cat([n.running_var for n in norms])
-        eps = self.runner.epsilons(norms, variance)
-        rstd = torch.rsqrt(variance + eps)
-        gamma = torch.cat([self._or_full(n, "weight", 1.0) for n in norms])
-        scale = torch.where(gamma.abs() < TINY, TINY, gamma) * rstd
-        mean = torch.cat([self._centre(*pair) for pair in pairs])
-        beta = torch.cat([self._or_full(n, "bias", 0.0) for n in norms])
-        shift = torch.addcmul(beta, mean, scale, value=-1)
-        sizes = [n.num_features for n in norms]
-        parts = zip(scale.split(sizes), rstd.split(sizes), shift.split(sizes), strict=True)
-        for (conv, norm), (own_scale, own_rstd, own_shift) in zip(pairs, parts, strict=True):
-            self.folded[id(norm)] = own_scale, own_rstd
-            self.shifts[id(conv), id(norm)] = own_shift
-
-    def _or_full(self, norm: nn.Module, name: str, value: float) -> Tensor:
-        p = self.optional(norm, name)
-        return torch.full_like(norm.running_var, value) if p is None else p
-
-    def _centre(self, conv: nn.Module | None, norm: nn.Module) -> Tensor:
-        """The mean the batch norm subtracts, less the bias of the convolution before it."""
-        bias = None if conv is None else self.optional(conv, "bias")
-        return norm.running_mean if bias is None else norm.running_mean - bias
+        if step.norm is None:
+            return None, None if conv is None else self.optional(conv, "bias")
+        return self.folded.affine[step.out]
 
     def current_mean(self, value: int) -> Tensor | None:
         return self.means.get(value)
@@ -204,13 +171,9 @@ class Forward(_State):
 
     def place(self, step: Conv, x: Tensor) -> Placed:
         """The convolution for this size of input; worked out once per size."""
-        key = step.out, x.shape[2], x.shape[3], x.dtype, x.device
-        found = self.runner.places.get(key)
+        found = self.places.get(step.out)
         if found is None:
-            if len(self.runner.places) >= PLACES:
-                self.runner.places.clear()
-            found = self.runner.places[key] = step.place(self.method, x)
-        self.notes[step.out] = found
+            found = self.places[step.out] = step.place(self.method, x)
         return found
 
     def keep(self, step: Step, name: str, x: Tensor) -> None:
@@ -224,9 +187,10 @@ class Forward(_State):
 class Backward(_State):
     """The backward pass: every gradient is a map of patch means."""
 
-    def __init__(self, runner, tensors, needs, flags, saved, means, notes, folded):
-        super().__init__(runner, tensors, needs, flags)
-        self.folded = folded
+    def __init__(self, runner, tensors, wiring: Wiring, saved, means, folded, notes, places):
+        super().__init__(runner, tensors, wiring)
+        self.places = places
+        self.folded = FoldedGradients(runner.kept_parts(wiring)[0], folded) if folded else None
         self.saved, self.means, self.notes = saved, means, notes
         self.grads: dict[int, Tensor] = {}
         self.parameter_grads: list[Tensor | None] = [None] * len(tensors)
@@ -236,6 +200,8 @@ class Backward(_State):
             g = self.grads.pop(step.out, None)
             if g is not None and step.out in self.needs:
                 step.backward(self, g)
+        if self.folded is not None:
+            self.folded.hand_out(self)
 
     def add(self, value: int, g: Tensor) -> None:
         if value in self.needs:
@@ -246,7 +212,8 @@ class Backward(_State):
         if not self.trained(module, name):
             return
         i = self.runner.position[id(module), name]
-        g = g.to(self.tensors[i].dtype)
+        if g.dtype is not self.tensors[i].dtype:
+            g = g.to(self.tensors[i].dtype)
         before = self.parameter_grads[i]
         self.parameter_grads[i] = g if before is None else before + g
 
@@ -256,17 +223,6 @@ class Backward(_State):
     def mean(self, value: int) -> Tensor:
         return self.means[value]
 
-    def placed(self, step: Conv) -> Placed:
-        return self.notes[step.out]
-
-    def weight_wanted(self, step: Conv) -> bool:
-        """Whether the gradient of the (folded) weight is needed."""
-        return self.trained(step.module, "weight") or self.trained(step.norm, "weight")
-
-    def shift_wanted(self, step: Conv) -> bool:
-        """Whether the sum of g over all pixels is needed."""
-        return any(self.trained(m, n) for m, n in step.parameters())
-
     def noted(self, step: Step, name: str):
         return self.notes[step.out, name]
 
@@ -275,34 +231,34 @@ class _RegionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, runner: Runner, flags, count: int, *tensors):
         inputs, parameters = tensors[:count], tensors[count:]
-        f = Forward(runner, inputs, parameters, runner.needs(flags), flags)
+        wiring = runner.wiring(flags)
+        f = Forward(runner, inputs, parameters, wiring)
         outputs = f.run()
-        ctx.runner, ctx.flags, ctx.needs, ctx.notes = runner, flags, f.needs, f.notes
-        ctx.folded = f.folded
+        parts, before = runner.kept_parts(wiring)
+        folded = f.folded.kept(before) if parts else []
+        ctx.runner, ctx.wiring, ctx.notes, ctx.places = runner, wiring, f.notes, f.places
         ctx.set_materialize_grads(False)  # what no gradient reaches gets none, not zeros
-        ctx.saved_keys, ctx.mean_keys = list(f.saved), list(f.means)
+        ctx.saved_keys, ctx.mean_keys, ctx.folded = list(f.saved), list(f.means), len(folded)
         ctx.x_shapes = [tuple(x.shape) for x in inputs]
-        ctx.save_for_backward(*f.saved.values(), *f.means.values(), *parameters)
-        region = runner.region
+        ctx.save_for_backward(*f.saved.values(), *f.means.values(), *folded, *parameters)
         ctx.mark_non_differentiable(
-            *(t for v, t in zip(region.outputs, outputs, strict=True) if v not in f.needs)
+            *(t for v, t in zip(runner.region.outputs, outputs, strict=True) if v not in f.needs)
         )
         return tuple(outputs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads):
-        runner, region = ctx.runner, ctx.runner.region
-        tensors = ctx.saved_tensors
-        n, m = len(ctx.saved_keys), len(ctx.mean_keys)
-        saved = dict(zip(ctx.saved_keys, tensors[:n], strict=True))
-        means = dict(zip(ctx.mean_keys, tensors[n : n + m], strict=True))
-        parameters = tensors[n + m :]
+        runner, region, needs = ctx.runner, ctx.runner.region, ctx.wiring.needs
+        tensors = iter(ctx.saved_tensors)
+        saved = {key: next(tensors) for key in ctx.saved_keys}
+        means = {key: next(tensors) for key in ctx.mean_keys}
+        folded = [next(tensors) for _ in range(ctx.folded)]
         b = Backward(
-            runner, parameters, ctx.needs, ctx.flags, saved, means, ctx.notes, ctx.folded
+            runner, list(tensors), ctx.wiring, saved, means, folded, ctx.notes, ctx.places
         )
         for v, g in zip(region.outputs, grads, strict=True):
-            if g is not None and v in ctx.needs:
+            if g is not None and v in needs:
                 g = g.contiguous(memory_format=torch.channels_last)
                 b.add(v, kernels.patch_mean(g, grid.side(b.method, tuple(g.shape[-2:]))))
         b.run()
@@ -319,43 +275,3 @@ def _dense(g: Tensor | None, method, shape) -> Tensor | None:
         return None
     size = tuple(shape[-2:])
     return upsample(g, size, grid.side(method, size))
-
-
-class _Project(torch.autograd.Function):
-    """The identity, whose gradient is replaced by its patch means."""
-
-    @staticmethod
-    def forward(ctx, x, side):
-        ctx.side = side
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, g):
-        size = tuple(g.shape[-2:])
-        return upsample(kernels.eager.patch_mean(g, ctx.side), size, ctx.side), None
-
-
-class Plain:
-    """The same region at the layer level: dense maps, autograd, projection at every value."""
-
-    def __init__(self, region: Region):
-        self.region, self.method = region, region.method
-
-    def batch_norm(self, norm: nn.Module) -> bool:
-        return norm.training or norm.running_mean is None
-
-    def project(self, x: Tensor) -> Tensor:
-        if self.method is None:  # a region without a convolution has no grid
-            return x
-        return _Project.apply(x, grid.side(self.method, tuple(x.shape[-2:])))
-
-    def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
-        values = {
-            v: self.project(x) for v, x in zip(self.region.inputs, inputs, strict=True)
-        }
-        for step in self.region.steps:
-            out = step.plain(self, *(values[v] for v in step.inputs))
-            values[step.out] = self.project(out)
-        # copies, for what follows may write in place, and a projection is a view
-        return [values[v].clone() for v in self.region.outputs]
-

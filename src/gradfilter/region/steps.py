@@ -37,7 +37,7 @@ class Pointwise(Step):
         x = c.dense[self.inputs[0]]
         size = tuple(x.shape[-2:])
         c.note(self, "size", size)
-        affine = (None, None) if self.norm is None else c.affine(None, self.norm)
+        affine = (None, None) if self.norm is None else c.affine(self, None)
         side = grid.side(c.method, size)
         y = c.consume(self, self.inputs[0])
         a, mean, slope = kernels.epilogue(y, *affine, self.act, side, None, self.out in c.needs)
@@ -56,8 +56,8 @@ class Pointwise(Step):
             if c.trained(self.norm, "weight"):
                 product = grid.pixel_sum(g * c.mean(self.inputs[0]), area)
                 centred = product - g_shift * self.norm.running_mean
-                c.gradient(self.norm, "weight", centred * c.rstd(self.norm))
-            g = g * c.scale(self.norm)[:, None, None]
+                c.gradient(self.norm, "weight", centred * c.folded.of[self.out].rstd)
+            g = g * c.folded.of[self.out].scale[:, None, None]
         c.add(self.inputs[0], g)
 
 
