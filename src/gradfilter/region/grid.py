@@ -194,17 +194,16 @@ class _Regular:
     Its taps are fixed mixtures of W's; its gradients are the exact ones of `layers.ConvOp`.
     """
 
-    def __init__(self, mix: list[Tensor], op: ConvOp):
-        self.mix, self.op = mix, op
-        eye = (torch.eye(len(m), dtype=m.dtype, device=m.device) for m in mix)
-        self.plain = all(
-            m.shape[0] == m.shape[1] and torch.equal(m, e) for m, e in zip(mix, eye, strict=True)
-        )
+    def __init__(self, mix: list[Tensor], op: ConvOp, kernel: Pair):
+        self.op, self.kernel = op, kernel  # of the small convolution; of the layer's
+        self.mix = torch.kron(*mix)  # [taps of the layer, taps of the small convolution]
+        eye = torch.eye(len(self.mix), dtype=self.mix.dtype, device=self.mix.device)
+        self.plain = kernel == op.kernel and torch.equal(self.mix, eye)
 
     def backward(self, g, x, w, need_gx, need_gw):
         mixed = w
         if need_gx and not self.plain:
-            mixed = torch.einsum("ocab,ad,be->ocde", w, *self.mix)
+            mixed = _mixed(w, self.mix.T, self.op.kernel)
         if self.op.symmetric:
             gx, gw = self._both(g, x, mixed, need_gx, need_gw)
         else:
@@ -212,7 +211,7 @@ class _Regular:
             gx = self.op.grad_input(g, mixed, shape) if need_gx else None
             gw = self.op.grad_weight(g, x) if need_gw else None
         if need_gw and not self.plain:
-            gw = torch.einsum("ocde,ad,be->ocab", gw, *self.mix)
+            gw = _mixed(gw, self.mix, self.kernel)
         return gx, gw
 
     def _both(self, g, x, w, need_gx, need_gw):
@@ -237,6 +236,13 @@ class _Regular:
         return (g.shape[0], w.shape[1] * op.groups, *size)
 
 
+def _mixed(w: Tensor, mix: Tensor, kernel: Pair) -> Tensor:
+    """Taps of w, mixed: [O, C, *k] by [taps, taps of w] -> [O, C, *kernel], channels-last."""
+    taps = w.permute(0, 2, 3, 1).flatten(1, 2)  # [O, taps of w, C]
+    mixed = mix.to(w.dtype) @ taps
+    return mixed.view(len(w), *kernel, -1).permute(0, 3, 1, 2)
+
+
 def _regular(taps: list[Tensor], sides: tuple[Pair, Pair], op: ConvOp) -> _Regular | None:
     axes = [
         _regular_axis(n, y_side * s, x_side)
@@ -248,7 +254,7 @@ def _regular(taps: list[Tensor], sides: tuple[Pair, Pair], op: ConvOp) -> _Regul
     small = ConvOp(
         (m1.shape[1], m2.shape[1]), (rho1, rho2), (*pad1, *pad2), (1, 1), op.groups
     )
-    return _Regular([m1, m2], small)
+    return _Regular([m1, m2], small, op.kernel)
 
 
 def _regular_axis(n: Tensor, step: int, x_side: int):
