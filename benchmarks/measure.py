@@ -209,10 +209,10 @@ def about(script: str, argv: list[str]) -> dict:
 
     packages = ("torch", "torchvision", "timm", "triton", "numpy")
     return {
-        "command": shlex.join(["python", f"benchmarks/{Path(script).name}", *argv]),
+        "command": shlex.join(["python", f"benchmarks/{Path(script).name}", *map(_name, argv)]),
         "date": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
         "versions": {"python": platform.python_version()} | {p: _version(p) for p in packages},
-        "kernels": kernels.status(),
+        "kernels": {key: _name(value) for key, value in kernels.status().items()},
         "machine": {
             "cpu": _cpu_name(),
             "capability": torch.backends.cpu.get_cpu_capability(),
@@ -221,6 +221,11 @@ def about(script: str, argv: list[str]) -> dict:
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         },
     }
+
+
+def _name(text: str) -> str:
+    """An absolute path by its last part: where it lay on this machine tells nobody anything."""
+    return Path(text).name if text.startswith("/") else text
 
 
 def _version(package: str) -> str:
