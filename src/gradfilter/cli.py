@@ -8,10 +8,11 @@ A new command is a function, a function that adds its arguments, and a line in C
 from __future__ import annotations
 
 import argparse
-import difflib
+import importlib
 import sys
 from contextlib import contextmanager
-from importlib import metadata
+from dataclasses import fields
+from importlib import metadata, util
 from pathlib import Path
 
 
@@ -94,7 +95,109 @@ def cost_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=whole, default=1, help="images a step")
 
 
+METAVARS = {"whole": "N", "count": "N", "amount": "X", "share": "X", "colour": "X[,X,X]"}
+
+
+def train(args: argparse.Namespace) -> None:
+    """train a network on pictures, and print what it gained; a run's folder holds the rest"""
+    run_training(args)
+
+
+def pretrain(args: argparse.Namespace) -> None:
+    """as train, with exact gradients on one part of the data; train goes on with another part"""
+    run_training(args, method="exact", split="non-iid")
+
+
+def run_training(args: argparse.Namespace, **defaults) -> None:
+    """Train with what the command line, the file of --config and the defaults say, in this order"""
+    from gradfilter.recipes import settings, training
+
+    given = {k: v for k, v in vars(args).items() if k not in ("command", "run", "config", "resume")}
+    with user_errors(ValueError, OSError):
+        config = settings.read(args.config) if args.config else {}
+        if args.resume is None:
+            chosen = settings.Settings().changed(**defaults | config | given)
+        else:
+            folder = args.resume or (config | given).get("out")
+            if not folder:
+                raise UserError("--resume needs the folder of the run: --resume RUN")
+            options = {k: v for k, v in (config | given).items() if k != "out"}
+            chosen = training.resumed(folder, **options)
+        training.train(chosen, resume=args.resume is not None)
+
+
+def train_arguments(parser: argparse.ArgumentParser) -> None:
+    """One option for every setting; one that is not given leaves its default to the settings."""
+    parser.argument_default = argparse.SUPPRESS
+    parser.add_argument(
+        "--config", type=Path, default=None, metavar="FILE", help="YAML or JSON file of any options"
+    )
+    parser.add_argument(
+        "--resume", nargs="?", const="", default=None, metavar="RUN", help="go on with a run"
+    )
+    for f in fields(sibling("recipes.settings").Settings):
+        about, name = f.metadata, "--" + f.name.replace("_", "-")
+        told = "" if f.default in (None, "") else f" (default: {f.default})"
+        if isinstance(f.default, bool):
+            extra = {"action": argparse.BooleanOptionalAction}
+            told = " (default: on)" if f.default else ""
+        else:
+            kind, choices = about["kind"], about["choices"]
+            shown = None if choices else METAVARS.get(kind.__name__, f.name.upper())
+            extra = {"type": checked(kind), "choices": choices, "metavar": shown}
+        parser.add_argument(name, help=about["help"].replace("%", "%%") + told, **extra)
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    """test the network of a run again, or on other data"""
+    from gradfilter.recipes import evaluation
+
+    with user_errors(ValueError, OSError):
+        evaluation.evaluate(args.out, which=args.which, data=args.data, device=args.device)
+
+
+def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
+    run_arguments(parser)
+    parser.add_argument("--data", default=None, help="other data of the same classes")
+
+
+def predict(args: argparse.Namespace) -> None:
+    """say what is on pictures, by the network of a run: the likeliest classes, or a mask"""
+    from gradfilter.recipes import evaluation
+
+    with user_errors(ValueError, OSError):
+        masks = args.masks or args.out / "predictions"
+        found = evaluation.predict(args.out, args.images, which=args.which, device=args.device)
+        for path, answer in found:
+            if isinstance(answer, list):
+                told = ", ".join(f"{name} {share:.1%}" for name, share in answer)
+            else:
+                masks.mkdir(parents=True, exist_ok=True)
+                told = masks / f"{path.stem}.png"
+                answer.save(told)
+            print(f"{path}: {told}", flush=True)
+
+
+def predict_arguments(parser: argparse.ArgumentParser) -> None:
+    run_arguments(parser)
+    parser.add_argument("images", nargs="+", type=Path, metavar="IMAGE", help="picture files")
+    help = "folder for mask pictures (default: predictions in the run)"
+    parser.add_argument("--masks", type=Path, default=argparse.SUPPRESS, metavar="DIR", help=help)
+    parser.set_defaults(masks=None)
+
+
+def run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("out", type=Path, metavar="RUN", help="folder of the run")
+    choices = ("best", "last")
+    parser.add_argument("--which", choices=choices, default="best", help="checkpoint to use")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
+
+
 COMMANDS = {
+    "train": (train, train_arguments),
+    "pretrain": (pretrain, train_arguments),
+    "evaluate": (evaluate, evaluate_arguments),
+    "predict": (predict, predict_arguments),
     "demo": (demo, demo_arguments),
     "info": (info, lambda parser: None),
     "cost": (cost, cost_arguments),
@@ -109,7 +212,12 @@ def main(argv: list[str] | None = None) -> int:
         return fail(args.command, str(error))
     except ModuleNotFoundError as error:
         return fail(args.command, f"needs {error.name}: pip install 'gradfilter[train]'")
-    except KeyboardInterrupt:
+    except BrokenPipeError:  # the reader of our output has gone
+        sys.stderr.close()
+        return 1
+    except KeyboardInterrupt as stop:
+        if stop.args:
+            print(*stop.args, file=sys.stderr)  # where a saved run goes on
         return 130
     return 0
 
@@ -170,19 +278,10 @@ def method_of(args: argparse.Namespace):
 
 def build_method(name: str, **knobs):
     """The method of that command-line name; refuses knobs that it does not have."""
-    from dataclasses import fields
+    from gradfilter import methods
 
-    from gradfilter import METHODS
-
-    if name not in METHODS:
-        near = difflib.get_close_matches(name, METHODS, n=1, cutoff=0.4) or METHODS
-        raise UserError(f"no method is called {name!r}; did you mean {', '.join(near)}?")
-    has = [f.name for f in fields(METHODS[name]) if f.name in KNOBS]
-    for knob in knobs:
-        if knob not in has:
-            raise UserError(f"{name} has no --{knob}; it has {', '.join(has) or 'no options'}")
     with user_errors(ValueError):
-        return METHODS[name](**knobs)
+        return methods.named(name, **knobs)
 
 
 @contextmanager
@@ -190,6 +289,8 @@ def user_errors(*kinds: type[Exception], about: str = ""):
     """Exceptions of these kinds are the user's to hear about, in one line."""
     try:
         yield
+    except BrokenPipeError:
+        raise
     except kinds as error:
         raise UserError(about + str(error).strip().partition("\n")[0]) from error
 
@@ -199,6 +300,31 @@ def whole(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1")
     return int(text)
+
+
+def checked(kind):
+    """A kind of setting as argparse wants it: its own error has no room for a message."""
+
+    def convert(text: str):
+        try:
+            return kind(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return convert
+
+
+def sibling(name: str):
+    """A module of this package that needs no torch, loaded without the package where that is new"""
+    full = f"gradfilter.{name}"
+    if full in sys.modules or "gradfilter" in sys.modules:
+        return importlib.import_module(full)
+    spec = util.spec_from_file_location(
+        full, Path(__file__).parent / f"{name.replace('.', '/')}.py"
+    )
+    module = sys.modules[full] = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def version(distribution: str) -> str:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 import gradfilter as gf
-from gradfilter.recipes import data, models
+from gradfilter.recipes import models
+from gradfilter.recipes.datasets.digits import digits
 
 CLIP = 2.0  # gradient norm, as in the CVPR 2023 paper
 
@@ -72,7 +73,7 @@ def demo(
 
     out.mkdir(parents=True, exist_ok=True)  # before the work, in case it cannot be made
     console = Console()
-    (images, classes), test = data.digits(size)
+    (images, classes), test = digits(size)
     torch.manual_seed(seed)
     start = models.efficientnet_lite0(num_classes=10).to(memory_format=torch.channels_last)
     example = network_input(images[:batch])

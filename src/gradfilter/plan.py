@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from gradfilter.methods import Exact, Method
+from gradfilter import documents
+from gradfilter.methods import Exact, Method, described, named
 
 FROZEN = "frozen"
 
@@ -65,6 +67,22 @@ class Plan(Mapping):
         """The layers left exact, with the reason."""
         return {name: e.reason for name, e in self.entries.items() if e.reason and e.trained}
 
+    def save(self, path: str | Path) -> None:
+        """Write the plan as YAML, or as JSON where the name ends so; `convert` takes it back.
+
+        Where a layer runs is not written: that follows from the model.
+        """
+        layers = {name: _written(e) for name, e in self.entries.items()}
+        documents.write(path, {"layers": layers, "front": self.front})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """A plan that `save` wrote."""
+        plan = read(path)
+        if not isinstance(plan, cls):
+            raise ValueError(f"{path} gives patterns, not a plan of layers: use plan.read")
+        return plan
+
     def table(self) -> str:
         """One line a layer."""
         names = [name or "(the model itself)" for name in self]
@@ -78,3 +96,54 @@ class Plan(Mapping):
         return "\n".join(lines)
 
     __str__ = __repr__ = table
+
+
+def read(path: str | Path) -> Plan | dict[str, Method | str]:
+    """What a file says of each layer, for `convert`: a saved plan, or patterns written by hand.
+
+    A pattern of layer names is followed by a method and its knobs, or by "frozen":
+
+        features.1[0-7].*: {method: galerkin, grid: 7}
+        features.?.*: frozen
+    """
+    found = documents.read(path)
+    if not isinstance(found, dict) or not found:
+        raise ValueError(f"{path}: a plan gives layer names, each with a method or {FROZEN}")
+    layers = found.get("layers")
+    try:
+        if not isinstance(layers, dict):
+            return {str(name): _method(name, what) for name, what in found.items()}
+        return Plan({n: _entry(n, e) for n, e in layers.items()}, list(found.get("front") or []))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _written(e: Entry) -> dict[str, object]:
+    """An entry as `_entry` reads it."""
+    written = {"kind": e.kind, **described(e.method)}
+    if e.reason:
+        written["reason"] = e.reason
+    return written if e.trained else written | {"trained": False}
+
+
+def _entry(name: str, written: dict | str) -> Entry:
+    if not isinstance(written, dict):
+        method = _method(name, written)
+        return Entry("", Exact() if method == FROZEN else method, method != FROZEN)
+    about = {key: written[key] for key in ("kind", "trained", "reason") if key in written}
+    knobs = {key: value for key, value in written.items() if key not in about}
+    return Entry(**{"kind": "", **about}, method=_method(name, knobs))
+
+
+def _method(name: str, written: dict | str) -> Method | str:
+    """A method from its name, or from its name and knobs."""
+    if written == FROZEN:
+        return FROZEN
+    knobs = {"method": written} if isinstance(written, str) else written
+    if not isinstance(knobs, dict) or "method" not in knobs:
+        raise ValueError(f"layer {name!r}: give `method: NAME` and its knobs, or {FROZEN}")
+    knobs = dict(knobs)
+    try:
+        return named(knobs.pop("method"), **knobs)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"layer {name!r}: {error}") from error

@@ -1,0 +1,112 @@
+"""A folder of photographs, one folder per class."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from gradfilter.recipes.datasets.pictures import Data, FilePictures
+
+PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff")
+TESTS = ("test", "val", "valid")  # the first that has pictures is tested on
+SHARE = 0.2  # of a folder without such a part
+
+ByClass = dict[str, list[str]]  # class folder -> its picture files, relative to one root
+
+
+def image_folder(path: Path) -> Data:
+    """Class folders below `train/` and `test/` (or `val/`, `valid/`), or directly below `path`.
+
+    Without a test part, a fifth of every class is held out. Folders without pictures are no
+    classes, files that are no pictures do not count. `cat_to_name.json`, if there, names the
+    classes: {folder: name}, leading zeros of the folder aside.
+    """
+    train, test = parts(path)
+    if len(train) < 2:
+        found = f"only {next(iter(train))!r}" if train else "none"
+        raise ValueError(
+            f"{path}: needs two folders of pictures or more, one per class, directly or below "
+            f"train/ and test/; found {found}"
+        )
+    for folder, files in test.items():
+        if folder not in train:
+            raise ValueError(f"{path / files[0]}: class {folder!r} has no pictures to train on")
+    order = list(train)
+    return Data(
+        path.resolve().name,
+        "classification",
+        class_names(path, order),
+        file_pictures(path, train, order),
+        file_pictures(path, test, order),
+    )
+
+
+def parts(path: Path) -> tuple[ByClass, ByClass]:
+    """What is to train on and what to test on."""
+    train = class_files(path, "train")
+    for part in TESTS:
+        if train and (test := class_files(path, part)):
+            return train, test
+    return hold_out(train or class_files(path, ""))
+
+
+def class_files(root: Path, part: str) -> ByClass:
+    """The picture files in every folder of `part`, at any depth, in the order of their names."""
+    try:
+        folders = sorted(entry.name for entry in os.scandir(root / part) if entry.is_dir())
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    found = {name: files_below(root, Path(part, name)) for name in folders if name[0] != "."}
+    return {name: files for name, files in found.items() if files}
+
+
+def files_below(root: Path, folder: Path) -> list[str]:
+    found = []
+    for place, _, files in os.walk(root / folder, followlinks=True):
+        inside = Path(place).relative_to(root).as_posix()
+        found += [f"{inside}/{file}" for file in files if is_picture(file)]
+    return sorted(found)
+
+
+def is_picture(file: str) -> bool:
+    return file.lower().endswith(PICTURES) and not file.startswith(".")
+
+
+def hold_out(files: ByClass) -> tuple[ByClass, ByClass]:
+    """A part of every class to test on, by a hash of the file's name.
+
+    A file stays on its side when others come or go, but where a class would be left without a
+    picture on one side: there the nearest one changes over.
+    """
+    train, test = {}, {}
+    for name, paths in files.items():
+        drawn = sorted(paths, key=draw)
+        count = sum(draw(path) < SHARE for path in paths)
+        count = min(max(count, 1), len(paths) - 1)
+        test[name], train[name] = sorted(drawn[:count]), sorted(drawn[count:])
+    return train, {name: paths for name, paths in test.items() if paths}
+
+
+def draw(path: str) -> float:
+    """A number in [0, 1) that depends on the path alone."""
+    return int.from_bytes(hashlib.sha256(os.fsencode(path)).digest()[:6], "big") / 2**48
+
+
+def file_pictures(root: Path, files: ByClass, order: list[str]) -> FilePictures:
+    number = {name: i for i, name in enumerate(order)}
+    pairs = [(path, number[name]) for name in sorted(files) for path in files[name]]
+    return FilePictures(root, [path for path, _ in pairs], [label for _, label in pairs])
+
+
+def class_names(path: Path, folders: list[str]) -> tuple[str, ...]:
+    """The folders' names, or those that `cat_to_name.json` gives them."""
+    table = path / "cat_to_name.json"
+    if not table.is_file():
+        return tuple(folders)
+    try:
+        names = dict(json.loads(table.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ValueError(f"{table}: should be {{folder: name}}, but {error}") from error
+    return tuple(str(names.get(f) or names.get(f.lstrip("0"), f)) for f in folders)

@@ -1,0 +1,102 @@
+"""A trained run put to use: tested again, or asked about pictures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from gradfilter.recipes import checkpoint, parallel, parts, recording
+from gradfilter.recipes.datasets import Data, decode, open_data
+from gradfilter.recipes.loading import per_epoch
+from gradfilter.recipes.parallel import World
+from gradfilter.recipes.screen import Screen
+from gradfilter.recipes.settings import Settings
+from gradfilter.recipes.trainer import Trainer
+from gradfilter.recipes.training import SAMPLES
+
+RESULTS = "evaluation.json"
+
+
+def evaluate(
+    out: Path,
+    *,
+    which: str = "best",
+    data: str | None = None,
+    device: str = "auto",
+    quiet: bool = False,
+) -> dict[str, float]:
+    """Test a run's network on its own test pictures or on those of other data.
+
+    Writes the metrics to `evaluation.json` in the run, and the task's pictures.
+    """
+    out = Path(out)
+    with parallel.world(device) as world:
+        screen = Screen(quiet or not world.first)
+        trainer, found = load(out, which, world)
+        test = _data(trainer.settings, found, data).test
+        with screen.bar("testing", per_epoch(len(test), trainer.batch)) as advance:
+            metrics, tally = trainer.evaluate(test, advance)
+        if world.first:
+            about = {"checkpoint": which, "step": found["step"], "pictures": len(test)}
+            text = json.dumps(about | metrics, indent=1) + "\n"
+            checkpoint.write(out / RESULTS, text.encode())
+            drawn = trainer.task.pictures(tally, trainer.samples(test, SAMPLES), out)
+            for name, value in metrics.items():
+                told = f"{value:.4f}" if name == "loss" else f"{value:.1%}"
+                screen.say(f"{name:<24} {told}")
+            screen.say(f"{len(test):,} pictures; written: {', '.join(map(str, drawn))}")
+    return metrics
+
+
+def predict(out: Path, images: list[Path], *, which: str = "best", device: str = "auto"):
+    """For every image file its path and what the network says of it, one after the other.
+
+    That is a list of (class, share), the likeliest first, or a picture with the mask over it.
+    """
+    trainer, _ = load(Path(out), which, World(parallel.choose(device)))
+    for path in images:
+        image = decode.picture(Path(path))
+        seen, _ = trainer.change[False](image, _no_target(trainer, image))
+        yield Path(path), trainer.task.show(trainer.outputs(seen[None])[0].cpu(), image)
+
+
+def load(out: Path, which: str, world: World) -> tuple[Trainer, dict]:
+    """The network of a run, ready to be used, and its checkpoint."""
+    if not (out / recording.CONFIG).is_file():
+        raise ValueError(f"{out} holds no run: there is no {recording.CONFIG} in it")
+    found = checkpoint.load(out / f"{which}.pt")
+    settings = Settings(**found["settings"]).changed(
+        weights="none",
+        mean=found["mean"],
+        std=found["std"],
+        size=found["size"],
+        method="exact",
+        plan=None,
+        last=None,
+        engine="layer",
+        cache_features=False,
+        **dict.fromkeys(("patch", "grid", "bases", "energy", "rank", "bits")),
+    )
+    trainer = Trainer(
+        settings, found["task"], tuple(found["classes"]), ignore=found["ignore"], world=world
+    )
+    trainer.model.load_state_dict(found["model"])
+    return trainer, found
+
+
+def _data(settings: Settings, found: dict, other: str | None) -> Data:
+    """The data of the run, or other data of the same classes."""
+    where = other or settings.data
+    root = Path(settings.root) if settings.root else None
+    data = open_data(where, root=root, download=settings.download)
+    if list(data.classes) != found["classes"] or data.task != found["task"]:
+        raise ValueError(f"{where} has other classes than those the run was trained on")
+    return data if other else parts.choose(settings, data)[0]
+
+
+def _no_target(trainer: Trainer, image: torch.Tensor):
+    """A target that goes with any picture."""
+    masks = trainer.task.headline == "miou"
+    return torch.zeros(image.shape[1:], dtype=torch.uint8) if masks else 0

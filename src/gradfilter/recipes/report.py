@@ -1,0 +1,85 @@
+"""What a run came to, and how it is told."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import gradfilter as gf
+from gradfilter.recipes.datasets import Data
+from gradfilter.recipes.gain import Gain
+from gradfilter.recipes.recording import Row
+from gradfilter.recipes.settings import Settings
+from gradfilter.recipes.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to; a row has epoch, step, lr, train_loss, test_<metric>..., seconds."""
+
+    out: Path
+    headline: str  # the metric that counts
+    rows: list[Row]  # one an evaluation; the first is from before training
+    best: Row
+    seconds: float  # of all steps together
+    gain: Gain | None
+    plan: gf.Plan
+
+    @property
+    def before(self) -> float:
+        return self.rows[0][f"test_{self.headline}"]
+
+    @property
+    def after(self) -> float:
+        return self.best[f"test_{self.headline}"]
+
+
+def best_of(rows: list[Row], headline: str) -> Row:
+    """The best row after some training: by the metric that counts, among equals by the loss."""
+
+    def worth(row: Row) -> tuple[float, float]:
+        values = row[f"test_{headline}"], -row["test_loss"]
+        return tuple(-math.inf if math.isnan(v) else v for v in values)
+
+    return max([row for row in rows if row["step"]] or rows, key=worth)
+
+
+def greeting(settings: Settings, data: Data, trainer: Trainer) -> str:
+    """What is about to be done."""
+    s, plan = settings, trainer.plan
+    kinds = sorted({repr(m) for m in plan.converted.values()})
+    how = f"{len(plan.converted)} by {', '.join(kinds)}" if kinds else "all exactly"
+    part = f" (part {s.part} of {s.parts}, {s.split})" if s.split else ""
+    return (
+        f"{data.name}{part}: {len(data.train):,} pictures to train on, {len(data.test):,} to "
+        f"test, {len(data.classes)} classes\n"
+        f"{s.model}, weights: {trainer.network.weights}; {trainer.size} px, "
+        f"{trainer.batch} a step, on {trainer.device}\n"
+        f"{len(plan) - len(plan.frozen)} of {len(plan)} layers trained, {how}"
+    )
+
+
+def told(row: Row, epochs: float) -> str:
+    """An evaluation in a line."""
+    when = f"epoch {row['epoch']:.4g}/{epochs:.4g}" if row["step"] else "before training"
+    tests = [
+        f"{name} {value:.4f}" if name == "loss" else f"{name} {value:.1%}"
+        for key, value in row.items()
+        if (name := key.removeprefix("test_")) != key and not name.startswith("iou ")
+    ]
+    loss = "" if math.isnan(row["train_loss"]) else f"loss {row['train_loss']:.4f}; "
+    return f"{when}: {loss}test {', '.join(tests)}"
+
+
+def summary(result: Result) -> str:
+    """What the run gained, at what cost, and where it is."""
+    steps = int(result.rows[-1]["step"])
+    lines = [
+        f"{result.headline} {result.before:.1%} -> {result.after:.1%} "
+        f"(epoch {result.best['epoch']:.4g}); {steps} steps in {result.seconds:.1f} s, "
+        f"{1e3 * result.seconds / max(1, steps):.0f} ms each",
+        *([str(result.gain)] if result.gain else []),
+        f"run: {result.out}",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,268 @@
+"""A network with methods on its layers and an optimizer: steps and evaluations, nothing else.
+
+Other loops than `training` (rounds of federated learning, benchmarks) can drive it too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import gradfilter as gf
+from gradfilter import methods, plan
+from gradfilter.recipes import augment, models
+from gradfilter.recipes.classification import Classification
+from gradfilter.recipes.datasets import Pictures
+from gradfilter.recipes.loading import (
+    Batch,
+    Changed,
+    InTurn,
+    Shuffled,
+    loaded,
+    loader,
+    mixed,
+)
+from gradfilter.recipes.parallel import World, choose
+from gradfilter.recipes.segmentation import Segmentation
+from gradfilter.recipes.settings import Settings
+
+TASKS = {"classification": Classification, "segmentation": Segmentation}
+LOOK_EVERY = 16  # steps between two looks at the losses, where looking makes a GPU wait
+
+Change = Callable[[Tensor, object], tuple[Tensor, object]]
+
+
+class Diverged(ValueError):
+    """The loss or a gradient is no longer a number."""
+
+
+class Source(Protocol):
+    """What a network can be trained from instead of pictures; see `features.Stored`."""
+
+    def source(self, pictures: Pictures, training: bool) -> Dataset: ...
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor: ...
+
+
+class Trainer:
+    """Trains one network for one task.
+
+    `level` is the augmentation of training pictures where the settings leave it open.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        task: str,
+        classes: tuple[str, ...],
+        *,
+        ignore: int | None = None,
+        level: str = "standard",
+        world: World | None = None,
+    ):
+        self.settings, self.world = settings, world or World(choose(settings.device))
+        self.device = self.world.device
+        if settings.norm == "batch" and self.world.size > 1:
+            raise ValueError("several processes need frozen batch-norm statistics (norm: frozen)")
+        torch.manual_seed(settings.seed)
+        self.task = TASKS[task](classes, ignore)
+        self.network = models.build(
+            settings.model,
+            len(classes),
+            task=task,
+            weights=settings.weights,
+            size=settings.size,
+            mean=settings.mean,
+            std=settings.std,
+        )
+        self.size = settings.size or self.network.size
+        self.model = self.network.model.to(self.device, memory_format=torch.channels_last)
+        level = "none" if settings.cache_features else settings.augment or level
+        self.change: dict[bool, Change] = {
+            True: augment.training(task, self.size, level),
+            False: augment.evaluation(task, self.size),
+        }
+        self.plan = self._convert()
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.SGD(
+            self.parameters,
+            lr=settings.lr,
+            momentum=settings.momentum,
+            weight_decay=settings.weight_decay,
+        )
+        self.sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # of losses, and count
+        self.healthy = torch.ones((), dtype=torch.bool, device=self.device)
+        self.testing: dict[Pictures, DataLoader] = {}  # their worker processes stay for the next
+        self.stored: Source | None = None  # where batches come from instead of pictures
+        self._train_mode()
+
+    @property
+    def batch(self) -> int:
+        """Pictures a step, over all processes."""
+        return self.settings.batch * self.world.size
+
+    def steps(self, pictures: Pictures, numbers: range, total: int) -> Iterator[int]:
+        """Take the steps of these numbers, of `total`; yields how many are taken, after each."""
+        dataset = self._source(pictures, True)
+        order = Shuffled(len(pictures), self.batch, self.settings.seed, numbers, self.world)
+        batches = loaded(loader(dataset, order, self.world, self.settings.workers))
+        self._train_mode()
+        try:
+            for number in numbers:
+                self.step(next(batches), number, self.rate(number, total))
+                yield number + 1
+        finally:
+            del batches  # ends its worker processes, though a traceback may keep this frame
+
+    def rate(self, number: int, total: int) -> float:
+        """The learning rate of a step."""
+        return rate(number, total, self.settings, self.batch)
+
+    def step(self, batch: Batch, number: int, rate: float) -> None:
+        """One step of SGD on this process's share of a batch."""
+        torch.manual_seed(mixed("step", self.settings.seed, number, self.world.rank))  # of dropout
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.zero_grad()
+        loss, count = self._loss(batch)
+        sums = torch.stack([loss.detach().double(), count.detach().double()]).to(self.device)
+        self.world.sum(sums)
+        if loss.requires_grad:
+            (loss / sums[1].clamp(min=1).to(loss.dtype)).backward()
+        self.world.sum_gradients(self.parameters)
+        norm = nn.utils.clip_grad_norm_(self.parameters, self.settings.clip or math.inf)
+        self.healthy &= sums[0].isfinite() & norm.isfinite()
+        if self.device.type == "cpu" or number % LOOK_EVERY == 0:
+            self.check(number)  # on the CPU before a bad step is taken
+        self.optimizer.step()
+        self.sums += sums
+
+    def check(self, number: int) -> None:
+        """Refuse to go on with a loss or gradient that is no number."""
+        if not self.healthy:
+            since = max(0, number - LOOK_EVERY) if self.device.type != "cpu" else number
+            where = f"step {number + 1}" if since == number else f"steps {since + 1}-{number + 1}"
+            amp = " or without --amp" if self.settings.amp else ""
+            raise Diverged(
+                f"the loss or its gradient stopped being a number at {where}; try a smaller "
+                f"--lr (now {self.settings.lr:g}), more --warmup (now {self.settings.warmup:g})"
+                f"{amp}"
+            )
+
+    @torch.no_grad()
+    def evaluate(
+        self, pictures: Pictures, advance: Callable[[], None] = lambda: None
+    ) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """The task's metrics over all pictures, and the sums they come from."""
+        if pictures not in self.testing:
+            dataset = self._source(pictures, False)
+            order = InTurn(len(pictures), self.batch, self.world)
+            self.testing[pictures] = loader(dataset, order, self.world, self.settings.workers)
+        tally = {name: t.to(self.device) for name, t in self.task.tally().items()}
+        self.model.eval()
+        try:
+            for batch in loaded(self.testing[pictures]):
+                if batch is not None:
+                    inputs, target = self._here(batch)
+                    with self.autocast():
+                        output = self._forward(inputs)
+                    self.task.add(tally, output, target)
+                advance()
+        finally:
+            self._train_mode()
+        self.world.sum(*tally.values())
+        return self.task.metrics(tally), tally
+
+    def close(self) -> None:
+        """End the worker processes that load test pictures."""
+        self.testing.clear()
+
+    @torch.no_grad()
+    def outputs(self, images: Tensor) -> Tensor:
+        """What the whole network says of pictures of bytes [N, 3, H, W]."""
+        self.model.eval()
+        try:
+            with self.autocast():
+                return self.model(self.network.prepare(images.to(self.device))).float()
+        finally:
+            self._train_mode()
+
+    def samples(self, pictures: Pictures, count: int) -> list[tuple[Tensor, object, Tensor]]:
+        """A few pictures from all over, each as it is tested, with its target and output."""
+        places = torch.linspace(0, len(pictures) - 1, min(count, len(pictures))).long().tolist()
+        seen = [self.change[False](*pictures[i]) for i in places]
+        outputs = self.outputs(torch.stack([image for image, _ in seen])).cpu()
+        return [(image, target, y) for (image, target), y in zip(seen, outputs, strict=True)]
+
+    def _convert(self) -> gf.Plan:
+        s = self.settings
+        what = methods.named(s.method, **s.knobs()) if s.plan is None else plan.read(s.plan)
+        example = self.network.prepare(self.noise(2))
+        return gf.convert(
+            self.model, what, last=s.last, example=example, norm=s.norm, engine=s.engine
+        )
+
+    def noise(self, count: int) -> Tensor:
+        """Pictures of bytes without meaning."""
+        generator = torch.Generator().manual_seed(0)
+        shape = (count, 3, self.size, self.size)
+        images = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+        return images.to(self.device)
+
+    def _train_mode(self) -> None:
+        """Training mode, but nothing random in the part that is frozen."""
+        self.model.train()
+        for name in self.plan.front:
+            module = self.model.get_submodule(name)
+            if not list(module.children()):
+                module.train(False)
+
+    def changed(self, pictures: Pictures, training: bool) -> Changed:
+        """The pictures as the network is to see them."""
+        return Changed(pictures, self.change[training], self.settings.seed)
+
+    def _source(self, pictures: Pictures, training: bool) -> Dataset:
+        source = self.stored.source if self.stored else self.changed
+        return source(pictures, training)
+
+    def _forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        if self.stored:
+            return self.stored.forward(inputs)
+        return self.model(self.network.prepare(*inputs))
+
+    def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Sum of losses and count; zeros where this process has no picture."""
+        if batch is None:
+            return torch.zeros((), device=self.device), torch.zeros((), device=self.device)
+        inputs, target = self._here(batch)
+        with self.autocast():
+            return self.task.loss(self._forward(inputs), target)
+
+    def _here(self, batch: Batch) -> tuple[tuple[Tensor, ...], Tensor]:
+        """A batch on the device."""
+        if isinstance(batch, Exception):
+            raise batch
+        inputs, target = batch
+        self.task.check(target)
+        inputs = tuple(t.to(self.device, non_blocking=True) for t in inputs)
+        return inputs, target.to(self.device, non_blocking=True)
+
+    def autocast(self):
+        if not self.settings.amp:
+            return nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16)
+
+
+def rate(step: int, total: int, settings: Settings, batch: int) -> float:
+    """The learning rate of a step: rises over the warm-up, then falls as a cosine to 0."""
+    peak = settings.peak_rate(batch)
+    rising = round(settings.warmup * total)
+    if step < rising:
+        return peak * (step + 1) / (rising + 1)
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, total - rising)))

@@ -1,0 +1,33 @@
+"""Fixtures of the training suites."""
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def tiny_networks(monkeypatch):
+    """Every network is the tiny one of `tiny`, on one thread; nothing is drawn."""
+    import tiny
+
+    from gradfilter.recipes import models, training
+
+    monkeypatch.setattr(models, "build", tiny.build)
+    monkeypatch.setattr(training.Run, "_draw", lambda run, headline: None)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # forked processes have one, and sums depend on it
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory):
+    import tiny
+
+    return tiny.photographs(tmp_path_factory.mktemp("photos") / "photos")
+
+
+@pytest.fixture(scope="session")
+def scenes(tmp_path_factory):
+    import tiny
+
+    return tiny.scenes(tmp_path_factory.mktemp("scenes") / "scenes")

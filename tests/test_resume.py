@@ -1,0 +1,211 @@
+"""Nothing is lost: killed, stopped or out of room, a run goes on to the same bits."""
+
+import os
+import random
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+
+pytest.importorskip("torchvision")
+pytest.importorskip("rich")
+
+import tiny  # noqa: E402
+from PIL import Image  # noqa: E402
+
+from gradfilter.recipes import checkpoint, training  # noqa: E402
+from gradfilter.recipes.datasets import BadPicture  # noqa: E402
+from gradfilter.recipes.trainer import Diverged, Trainer  # noqa: E402
+from gradfilter.recipes.training import Stopped, train  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("tiny_networks")
+
+
+MOMENTS = ["step 1", "step 7", "step 15", "file 1", "file 3", "rename 3", "rename 8", "rename 12"]
+
+
+@pytest.mark.parametrize("method", ["galerkin", "asi"])
+def test_killed_at_any_moment_a_run_resumes_to_the_same_bits(photos, tmp_path, method):
+    options = {"method": method, "save_every": 0.0, "rank": 2 if method == "asi" else None}
+    whole = tiny.go(photos, tmp_path / "whole", **options)
+    for moment in MOMENTS if method == "galerkin" else MOMENTS[1:5]:
+        out = tmp_path / moment
+
+        def die(rank, moment=moment, out=out):
+            what, number = moment.split()
+            tiny.arm(what, int(number))
+            tiny.go(photos, out, **options)
+
+        assert tiny.forked(die) == [-signal.SIGKILL], moment
+        result = tiny.go_on(out)
+        assert tiny.same(tiny.weights(out), tiny.weights(tmp_path / "whole")), moment
+        for name in ("last.pt", "best.pt"):
+            kept, other = (torch.load(r / name, weights_only=True) for r in (out, whole.out))
+            assert kept["step"] == other["step"]
+        assert [r["test_loss"] for r in result.rows] == [r["test_loss"] for r in whole.rows]
+        assert [r["train_loss"] for r in result.rows[1:]] == [
+            r["train_loss"] for r in whole.rows[1:]
+        ]
+        with open(out / "metrics.csv") as file:
+            assert len(file.readlines()) == 5
+        assert not list(out.glob("*.new"))
+
+
+@pytest.mark.slow
+def test_killed_from_outside_at_random_moments(photos, tmp_path):
+    line = ["--model", "tiny", "--batch", 2, "--epochs", 12, "--save-every", 0, "--no-tensorboard"]
+    arguments = ["train", "--data", photos, "--no-compare", *line]
+    assert tiny.run(*arguments, "--out", tmp_path / "whole").returncode == 0
+    out, kills = tmp_path / "killed", 0
+    for attempt in range(4):
+        last = ["--resume", out] if (out / "config.yaml").exists() else ["--out", out]
+        command, env = tiny.command(*arguments, *last)
+        process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + 120
+        while not (out / "last.pt").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(random.Random(attempt).uniform(0.05, 4))
+        if process.poll() is None:
+            process.kill()
+            kills += 1
+        process.wait()
+    assert kills
+    assert tiny.run("train", "--resume", out).returncode == 0
+    assert tiny.same(tiny.weights(out), tiny.weights(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("moment", [1, 7, 15])
+def test_ctrl_c_saves_and_says_how_to_go_on(photos, tmp_path, monkeypatch, moment):
+    tiny.go(photos, tmp_path / "whole")
+    out, step = tmp_path / "stopped", Trainer.step
+
+    def interrupted(self, batch, number, rate):
+        step(self, batch, number, rate)
+        if number + 1 == moment:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Trainer, "step", interrupted)
+    with pytest.raises(
+        Stopped, match=f"after step {moment} of 15: go on with: gradfilter train --resume {out}"
+    ):
+        tiny.go(photos, out)
+    monkeypatch.setattr(Trainer, "step", step)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert torch.load(out / "last.pt", weights_only=True)["step"] == moment
+    tiny.go_on(out)
+    assert tiny.same(tiny.weights(out), tiny.weights(tmp_path / "whole"))
+
+
+def test_ctrl_c_while_testing(photos, tmp_path, monkeypatch):
+    whole = tiny.go(photos, tmp_path / "whole")
+    out, evaluate, calls = tmp_path / "stopped", Trainer.evaluate, []
+
+    def interrupted(self, pictures, advance):
+        calls.append(1)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return evaluate(self, pictures, advance)
+
+    monkeypatch.setattr(Trainer, "evaluate", interrupted)
+    with pytest.raises(Stopped, match="after step 5"):
+        tiny.go(photos, out)
+    result = tiny.go_on(out)
+    assert tiny.same(tiny.weights(out), tiny.weights(tmp_path / "whole"))
+    assert [r["train_loss"] for r in result.rows[1:]] == [r["train_loss"] for r in whole.rows[1:]]
+
+
+def test_a_loss_that_is_no_number_stops_with_advice(photos, tmp_path):
+    with pytest.raises(Diverged, match="at step [23]; try a smaller --lr .* --resume .* --lr"):
+        tiny.go(photos, tmp_path / "run", lr=1e30, clip=0, epochs=6)
+    kept = torch.load(tmp_path / "run" / "last.pt", weights_only=True)
+    assert all(t.isfinite().all() for t in kept["model"].values())
+    assert tiny.go_on(tmp_path / "run", lr=0.1).rows[-1]["step"] == 30
+
+
+def test_a_finished_run_resumes_to_itself(photos, tmp_path):
+    first = tiny.go(photos, tmp_path / "run")
+    before = tiny.weights(tmp_path / "run")
+    again = tiny.go_on(tmp_path / "run")
+    assert repr(again.rows) == repr(first.rows)
+    assert tiny.same(before, tiny.weights(tmp_path / "run"))
+
+
+def test_resuming_longer(photos, tmp_path):
+    tiny.go(photos, tmp_path / "run", epochs=1)
+    result = tiny.go_on(tmp_path / "run", epochs=2)
+    assert [row["step"] for row in result.rows] == [0, 5, 10]
+
+
+def test_what_a_resumed_run_cannot_change(photos, tmp_path):
+    tiny.go(photos, tmp_path / "run", epochs=1)
+    with pytest.raises(ValueError, match="this run has batch: 6, which a resumed run keeps"):
+        training.resumed(tmp_path / "run", batch=8)
+    with pytest.raises(ValueError, match="holds no run"):
+        training.resumed(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="holds a run: --resume"):
+        tiny.go(photos, tmp_path / "run")
+
+
+def test_a_relative_folder_is_found_from_elsewhere(photos, tmp_path, monkeypatch):
+    monkeypatch.chdir(photos.parent)
+    tiny.go("photos", tmp_path / "run", epochs=1)
+    assert training.resumed(tmp_path / "run", data="photos").data == str(photos)
+    monkeypatch.chdir(tmp_path)
+    tiny.go_on(tmp_path / "run")
+
+
+def test_changed_pictures_are_told(tmp_path, capsys):
+    photos = tiny.photographs(tmp_path / "photos")
+    tiny.go(photos, tmp_path / "run", epochs=1)
+    os.utime(photos / "train" / "class0" / "0.png", (1, 1))
+    train(training.resumed(tmp_path / "run"), resume=True)
+    assert "pictures have changed" in capsys.readouterr().out
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(photos, tmp_path, capsys):
+    tiny.go(photos, tmp_path / "whole")
+    tiny.go(photos, tmp_path / "run")
+    last = tmp_path / "run" / "last.pt"
+    last.write_bytes(last.read_bytes()[:-200])
+    train(training.resumed(tmp_path / "run"), resume=True)
+    assert "last.pt is damaged" in (said := capsys.readouterr().out)
+    assert "going on from previous.pt, step 10" in said
+    assert tiny.same(tiny.weights(tmp_path / "run"), tiny.weights(tmp_path / "whole"))
+
+
+def test_a_full_disk_leaves_the_last_good_state(photos, tmp_path, monkeypatch):
+    tiny.go(photos, tmp_path / "whole")
+    written, fsync = [], os.fsync
+
+    def full(handle):
+        written.append(handle)
+        if len(written) == 9:
+            raise OSError(28, "No space left on device")
+        return fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(checkpoint.NotWritten, match="No space left on device; .* is whole"):
+        tiny.go(photos, tmp_path / "run")
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert 0 < torch.load(tmp_path / "run" / "last.pt", weights_only=True)["step"] < 15
+    tiny.go_on(tmp_path / "run")
+    assert tiny.same(tiny.weights(tmp_path / "run"), tiny.weights(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_unreadable_picture_is_named(tmp_path, workers):
+    photos = tiny.photographs(tmp_path / "photos")
+    bad = photos / "train" / "class1" / "4.png"
+    bad.write_bytes(bad.read_bytes()[:60])
+    with pytest.raises(BadPicture, match=r"class1/4\.png: .*; then go on with: .* --resume"):
+        tiny.go(photos, tmp_path / "run", workers=workers)
+    assert torch.load(tmp_path / "run" / "last.pt", weights_only=True)["step"] == 0
+
+
+def test_a_label_out_of_range_is_named(tmp_path):
+    scenes = tiny.scenes(tmp_path / "scenes")
+    Image.new("L", (tiny.SIZE, tiny.SIZE), 7).save(scenes / "trainannot" / "3.png")
+    with pytest.raises(ValueError, match=r"3\.png.* 7 "):
+        tiny.go(scenes, tmp_path / "run")

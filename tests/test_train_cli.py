@@ -1,0 +1,233 @@
+"""train, pretrain, evaluate and predict, as a user meets them."""
+
+import json
+import os
+import re
+import signal
+
+import pytest
+import torch
+import yaml
+
+pytest.importorskip("torchvision")
+pytest.importorskip("rich")
+
+import tiny  # noqa: E402
+from PIL import Image  # noqa: E402
+
+from gradfilter import cli  # noqa: E402
+from gradfilter.recipes import training  # noqa: E402
+from gradfilter.recipes.trainer import Trainer  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("tiny_networks")
+
+QUICK = ["--model", "tiny", "--batch", 6, "--epochs", 2, "--no-tensorboard", "--no-compare"]
+
+
+def gradfilter(*arguments) -> int:
+    try:
+        return cli.main([str(a) for a in arguments])
+    except SystemExit as end:  # argparse's own way
+        return end.code
+
+
+def train(*arguments) -> int:
+    return gradfilter("train", *QUICK, *arguments)
+
+
+@pytest.fixture
+def run(photos, tmp_path, capsys):
+    assert train("--data", photos, "--out", tmp_path / "run") == 0
+    capsys.readouterr()
+    return tmp_path / "run"
+
+
+def test_one_option_is_enough(photos, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(training, "ENOUGH", 10)
+    for _ in range(2):
+        assert gradfilter("train", "--data", photos) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"top1 \d+\.\d% -> \d+\.\d% .* ms each", out)
+    assert "exact" in out and "kept for the backward pass" in out
+    runs = sorted(p.name for p in (tmp_path / "runs").iterdir())
+    assert runs == ["photos-tf_efficientnet_lite0", "photos-tf_efficientnet_lite0-2"]
+
+
+def test_what_is_said_where_there_is_no_terminal(photos, tmp_path, capsys):
+    train("--data", photos, "--out", tmp_path / "run")
+    out, err = capsys.readouterr()
+    assert "\x1b" not in out and "\r" not in out and err == ""
+    assert [line.split(":")[0] for line in out.splitlines()[3:6]] == [
+        "before training",
+        "epoch 1/2",
+        "epoch 2/2",
+    ]
+
+
+def test_bars_on_a_terminal(photos, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    train("--data", photos, "--out", tmp_path / "run")
+    out = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", capsys.readouterr().out)
+    assert re.search(r"training .*10/10 .*/s loss \d\.\d+ 0:00:00", out)
+
+
+@pytest.mark.parametrize("kind", ["yaml", "json"])
+def test_options_before_the_file_before_the_defaults(photos, tmp_path, kind):
+    path = tmp_path / f"config.{kind}"
+    options = {"data": str(photos), "epochs": 1, "batch": 9, "weight-decay": 0.01, "grid": 3}
+    path.write_text(json.dumps(options))  # which is YAML too
+    out = tmp_path / "run"
+    line = ["--config", path, "--model", "tiny", "--batch", 5, "--out", out, "--no-tensorboard"]
+    assert gradfilter("train", *line) == 0
+    written = yaml.safe_load((out / "config.yaml").read_text())
+    assert (written["batch"], written["epochs"], written["grid"]) == (5, 1, 3)
+    assert (written["weight_decay"], written["clip"]) == (0.01, 2.0)
+
+
+def test_a_runs_own_config_repeats_it(run, tmp_path):
+    line = ["--config", run / "config.yaml", "--out", tmp_path / "again"]
+    assert gradfilter("train", *line) == 0
+    assert tiny.same(tiny.weights(run), tiny.weights(tmp_path / "again"))
+
+
+def test_stop_and_resume(photos, tmp_path, monkeypatch, capsys):
+    assert train("--data", photos, "--out", tmp_path / "whole") == 0
+    step = Trainer.step
+
+    def interrupted(self, batch, number, rate):
+        step(self, batch, number, rate)
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Trainer, "step", interrupted)
+    assert train("--data", photos, "--out", tmp_path / "run") == 130
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    _, resume = told.strip().split("gradfilter ")
+    monkeypatch.setattr(Trainer, "step", step)
+    assert gradfilter(*resume.split()) == 0
+    assert tiny.same(tiny.weights(tmp_path / "whole"), tiny.weights(tmp_path / "run"))
+    assert gradfilter("train", "--out", tmp_path / "run", "--resume") == 0
+
+
+def test_pretrain_on_one_part_and_train_on_another(photos, tmp_path):
+    split = ["--data", photos, "--parts", 3, "--per-part", 1]
+    assert gradfilter("pretrain", *QUICK, *split, "--out", tmp_path / "a") == 0
+    first = yaml.safe_load((tmp_path / "a" / "config.yaml").read_text())
+    assert (first["method"], first["split"], first["part"]) == ("exact", "non-iid", 0)
+    line = [*split, "--split", "non-iid", "--part", 1, "--weights", tmp_path / "a" / "best.pt"]
+    assert train(*line, "--out", tmp_path / "b", "--seed", 4) == 0
+    a, b = (json.loads((tmp_path / r / "split.json").read_text()) for r in ("a", "b"))
+    assert not set(a["train"]) & set(b["train"]) and not set(a["test"]) & set(b["test"])
+
+
+def test_evaluate(run, capsys):
+    assert gradfilter("evaluate", run) == 0
+    assert "top1" in capsys.readouterr().out
+    found = json.loads((run / "evaluation.json").read_text())
+    best = torch.load(run / "best.pt", weights_only=True)["metrics"]
+    assert found["top1"] == pytest.approx(best["test_top1"]) and found["pictures"] == 27
+    assert found["loss"] == pytest.approx(best["test_loss"], rel=1e-5)
+    assert gradfilter("evaluate", run, "--which", "last") == 0
+
+
+def test_evaluate_on_other_data(run, tmp_path, capsys):
+    other = tiny.photographs(tmp_path / "other", each=2)
+    assert gradfilter("evaluate", run, "--data", other) == 0
+    assert json.loads((run / "evaluation.json").read_text())["pictures"] == 6
+    fewer = tiny.photographs(tmp_path / "fewer", each=2, classes=2)
+    assert gradfilter("evaluate", run, "--data", fewer) == 2
+    assert "other classes" in capsys.readouterr().err
+
+
+def test_predict_classes(run, photos, tmp_path, capsys):
+    Image.new("RGB", (70, 30), "red").save(tmp_path / "new.jpg")
+    picture = photos / "test" / "class2" / "0.png"
+    assert gradfilter("predict", run, tmp_path / "new.jpg", picture) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"{tmp_path / 'new.jpg'}: class")
+    shares = [float(s) for s in re.findall(r"([\d.]+)%", lines[1])]
+    assert len(shares) == 3 and sum(shares) == pytest.approx(100, abs=0.2)
+
+
+def test_predict_masks(scenes, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert train("--data", scenes, "--out", out) == 0
+    Image.new("RGB", (50, 20), "white").save(tmp_path / "new.png")
+    assert gradfilter("predict", out, tmp_path / "new.png") == 0
+    assert str(out / "predictions" / "new.png") in capsys.readouterr().out
+    with Image.open(out / "predictions" / "new.png") as mask:
+        assert mask.size == (50, 20)
+
+
+MISTAKES = [
+    ("train", "--data FOLDER"),
+    ("train --data nowhere", "nowhere"),
+    ("train --data {photos} --epochs 0", "whole number"),
+    ("train --data {photos} --batch x", "not a whole number"),
+    ("train --data {photos} --lr -1", "not a number >= 0"),
+    ("train --data {photos} --method galerkn", "did you mean galerkin"),
+    ("train --data {photos} --energy 0.5", "galerkin has no energy"),
+    ("train --data {photos} --parts 2 --part 2", "part must be 0 to 1"),
+    ("train --data {photos} --split odd", "invalid choice"),
+    ("train --data {photos} --last 99", "last=99"),
+    ("train --data {photos} --device tpu9", "tpu9"),
+    ("train --data {photos} --device cuda:7", "cuda:7"),
+    ("train --data {photos} --cache-features --augment light", "needs augment: none"),
+    ("train --data {photos} --cache-features", "0 reads the picture itself and is trained"),
+    ("train --data {photos} --plan {photos}/none.yaml", "none.yaml: No such file"),
+    ("train --data {photos} --config {photos}/none.yaml", "none.yaml: No such file"),
+    ("train --data {photos} --out /dev/null/x", "/dev/null/x"),
+    ("train --resume", "--resume RUN"),
+    ("train --resume {photos}", "holds no run"),
+    ("evaluate {photos}", "holds no run"),
+    ("predict {photos} x.jpg", "holds no run"),
+    ("predict {run} x.jpg", "x.jpg: no such file"),
+    ("predict {run} {run}/config.yaml", "cannot be read as a picture"),
+    ("train --resume {run} --seed 5", "this run has seed: 0"),
+    ("train --data {photos} --out {run}", "holds a run"),
+]
+
+
+@pytest.mark.parametrize("asked, says", MISTAKES)
+def test_mistakes_get_one_line_and_exit_code_2(
+    asked, says, request, photos, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    run = request.getfixturevalue("run") if "{run}" in asked else ""
+    code = gradfilter(*asked.format(photos=photos, run=run).split())
+    _, err = capsys.readouterr()
+    assert code == 2
+    assert err.count("\n") == 1 and err.startswith("gradfilter"), err
+    assert says in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_config_files_with_mistakes(photos, tmp_path, capsys):
+    for text, says in [
+        ("epoch: 3", "there is no option 'epoch'; did you mean epochs?"),
+        ("epochs: many", "epochs: 'many' is not a whole number"),
+        ("amp: 3", "amp: 3 is neither true nor false"),
+        ("augment: heavy", "augment: 'heavy' is none of none, light, standard"),
+        ("- 3", "name: value"),
+        ("{", "not readable"),
+    ]:
+        (tmp_path / "c.yaml").write_text(text)
+        assert gradfilter("train", "--data", photos, "--config", tmp_path / "c.yaml") == 2
+        err = capsys.readouterr().err
+        assert says in err and err.count("\n") == 1
+
+
+def test_help_names_every_option_and_its_default(capsys):
+    from dataclasses import fields
+
+    from gradfilter.recipes.settings import Settings
+
+    assert gradfilter("train", "--help") == 0
+    told = " ".join(capsys.readouterr().out.split())
+    for f in fields(Settings):
+        assert "--" + f.name.replace("_", "-") in told
+    assert "(default: tf_efficientnet_lite0)" in told and "(default: 0.05)" in told

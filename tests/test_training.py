@@ -1,0 +1,194 @@
+"""Runs: what they write, what they learn, and that the seed decides everything."""
+
+import csv
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("torchvision")
+pytest.importorskip("rich")
+
+import tiny  # noqa: E402
+
+import gradfilter as gf  # noqa: E402
+from gradfilter.recipes.loading import Changed, InTurn, Shuffled, loader  # noqa: E402
+from gradfilter.recipes.parallel import World  # noqa: E402
+from gradfilter.recipes.settings import Settings  # noqa: E402
+from gradfilter.recipes.trainer import Trainer, rate  # noqa: E402
+from gradfilter.recipes.training import Run, train  # noqa: E402
+
+CPU = torch.device("cpu")
+DRAW = Run._draw
+pytestmark = pytest.mark.usefixtures("tiny_networks")
+
+
+def test_a_run_writes_its_folder(photos, tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    monkeypatch.setattr(Run, "_draw", DRAW)
+    result = tiny.go(photos, tmp_path / "run", tensorboard=True)
+    files = {p.name for p in (tmp_path / "run").iterdir()}
+    assert files >= {"config.yaml", "plan.yaml", "metrics.csv", "best.pt", "last.pt"}
+    assert files >= {"curves.png", "confusion.png", "tensorboard"}
+    with open(tmp_path / "run" / "metrics.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["epoch"]) for row in rows] == [0, 1, 2, 3]
+    assert [float(r["test_top1"]) for r in rows] == pytest.approx(
+        [r["test_top1"] for r in result.rows]
+    )
+    assert next((tmp_path / "run" / "tensorboard").iterdir()).stat().st_size > 200
+    best = torch.load(tmp_path / "run" / "best.pt", weights_only=True)
+    assert best["metrics"] == result.best and best["classes"] == ["class0", "class1", "class2"]
+    assert isinstance(gf.Plan.load(tmp_path / "run" / "plan.yaml"), gf.Plan)
+
+
+def test_a_run_learns(photos, tmp_path):
+    result = tiny.go(photos, tmp_path / "run", model="still", epochs=20, lr=4, augment="none")
+    assert result.before < 0.7 and result.after > 0.9
+    assert result.rows[-1]["train_loss"] < 0.5 * result.rows[1]["train_loss"]
+
+
+def test_segmentation_learns(scenes, tmp_path, monkeypatch):
+    monkeypatch.setattr(Run, "_draw", DRAW)
+    result = tiny.go(scenes, tmp_path / "run", model="still", epochs=25, lr=4, augment="light")
+    assert result.headline == "miou" and result.after > 0.8 > result.before
+    assert (tmp_path / "run" / "predictions.png").exists()
+
+
+def test_the_seed_decides_everything(photos, tmp_path):
+    runs = {name: tmp_path / name for name in "abc"}
+    for name, seed in zip(runs, (1, 1, 2), strict=True):
+        torch.manual_seed(seed + len(name))
+        tiny.go(photos, runs[name], seed=seed, epochs=1)
+    a, b, c = (tiny.weights(out) for out in runs.values())
+    assert tiny.same(a, b) and not tiny.same(a, c)
+
+
+def test_workers_change_nothing(photos, tmp_path):
+    for workers in (0, 2):
+        tiny.go(photos, tmp_path / str(workers), workers=workers, epochs=1)
+    assert tiny.same(*(tiny.weights(tmp_path / name) for name in ("0", "2")))
+
+
+def test_the_order_of_an_epoch():
+    alone = World(CPU)
+    whole = list(Shuffled(10, 4, 0, range(6), alone))
+    assert [len(b) for b in whole] == [4, 4, 2, 4, 4, 2]
+    for epoch in (0, 1):
+        seen = [key for batch in whole[3 * epoch : 3 * epoch + 3] for key in batch]
+        assert sorted(seen) == [(epoch, i) for i in range(10)]
+    assert [i for _, i in sum(whole[:3], [])] != [i for _, i in sum(whole[3:], [])]
+    assert list(Shuffled(10, 4, 0, range(4, 6), alone)) == whole[4:]
+    assert list(Shuffled(10, 4, 1, range(6), alone)) != whole
+
+
+def test_a_picture_changes_by_seed_epoch_and_number_alone():
+    drawn = lambda image, target: (torch.rand(3), target)  # noqa: E731
+    dataset = Changed([(None, 0)] * 4, drawn, seed=5)
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = dataset[1, 2][0]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(dataset[1, 2][0], first)
+    others = [dataset[0, 2], dataset[1, 3], Changed([(None, 0)] * 4, drawn, seed=6)[1, 2]]
+    assert not any(torch.equal(first, other[0]) for other in others)
+
+
+def test_a_loader_hands_on_mistakes(photos):
+    def broken(image, target):
+        raise ValueError("this one")
+
+    dataset = Changed([(None, 0)] * 3, broken, 0)
+    (batch,) = loader(dataset, InTurn(3, 3, World(CPU)), World(CPU), workers=1)
+    assert isinstance(batch, ValueError) and str(batch) == "this one"
+
+
+def test_the_rate_rises_and_falls():
+    s = Settings(lr=0.1, warmup=0.2)
+    rates = [rate(step, 50, s, 64) for step in range(51)]
+    assert max(rates) == rates[10] == 0.05  # half the reference batch
+    assert rates[:11] == sorted(rates[:11]) and rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[0] > 0 and rates[30] == pytest.approx(0.025) and rates[50] == pytest.approx(0)
+
+
+def test_a_part_of_the_data(photos, tmp_path):
+    chosen = []
+    for part in (0, 1):
+        out = tmp_path / str(part)
+        split = {"split": "non-iid", "parts": 2, "part": part, "per_part": 1, "seed": part}
+        result = tiny.go(photos, out, epochs=1, **split)
+        chosen.append(json.loads((out / "split.json").read_text()))
+        assert result.rows[-1]["step"] == -(-len(chosen[-1]["train"]) // 6)
+    assert not set(chosen[0]["train"]) & set(chosen[1]["train"])
+    assert len(chosen[0]["train"]) + len(chosen[1]["train"]) == 27
+    assert len(chosen[0]["test"]) == 18  # its own two classes of three
+
+
+def test_masks_cannot_be_split_by_class(scenes, tmp_path):
+    with pytest.raises(ValueError, match="masks have none; --split iid works"):
+        tiny.go(scenes, tmp_path / "run", split="dirichlet")
+    tiny.go(scenes, tmp_path / "run", split="iid", epochs=1)
+
+
+def test_train_goes_on_from_the_weights_of_another_run(photos, tmp_path):
+    tiny.go(photos, tmp_path / "before", method="exact", epochs=2)
+    result = tiny.go(
+        photos, tmp_path / "after", weights=str(tmp_path / "before" / "best.pt"), epochs=1
+    )
+    best = torch.load(tmp_path / "before" / "best.pt", weights_only=True)["metrics"]
+    assert result.rows[0]["test_loss"] == pytest.approx(best["test_loss"])
+
+
+def test_a_plan_file(photos, tmp_path):
+    (tmp_path / "plan.yaml").write_text(
+        "'0': frozen\n'[35]': {method: gradient-filter, patch: 2}\n"
+    )
+    result = tiny.go(photos, tmp_path / "run", plan=str(tmp_path / "plan.yaml"), epochs=1)
+    assert result.plan.frozen == ["0"]
+    assert set(result.plan.converted.values()) == {gf.GradientFilter(patch=2)}
+    (tmp_path / "plan.yaml").unlink()  # the run has its own copy
+    again = tiny.go_on(tmp_path / "run", epochs=2)
+    assert again.plan.frozen == ["0"] and again.rows[-1]["step"] == 10
+
+
+def test_last_trains_only_the_end(photos, tmp_path):
+    torch.manual_seed(0)
+    start = tiny.build("tiny", 3).model.state_dict()
+    tiny.go(photos, tmp_path / "run", last=1)
+    after = tiny.weights(tmp_path / "run")
+    moved = {name for name in after if not torch.equal(after[name], start[name])}
+    assert moved == {"5.weight", "5.bias", "10.weight", "10.bias"}
+
+
+def test_nothing_random_happens_in_the_frozen_part():
+    trainer = Trainer(Settings(model="wild", last=1), "classification", ("a", "b"))
+    drops = [m.training for m in trainer.model if isinstance(m, torch.nn.Dropout)]
+    assert drops == [False, True]
+    trainer.outputs(trainer.noise(1))
+    assert [m.training for m in trainer.model if isinstance(m, torch.nn.Dropout)] == drops
+
+
+def test_bfloat16(photos, tmp_path):
+    result = tiny.go(photos, tmp_path / "run", amp=True)
+    exact = tiny.go(photos, tmp_path / "exact")
+    assert result.rows[-1]["test_loss"] == pytest.approx(exact.rows[-1]["test_loss"], rel=0.05)
+    assert result.rows[-1]["test_loss"] != exact.rows[-1]["test_loss"]
+
+
+def test_what_a_run_gains_is_measured_without_touching_it(photos, tmp_path, capsys):
+    tiny.go(photos, tmp_path / "plain", epochs=5)
+    result = train(tiny.settings(photos, tmp_path / "run", epochs=5, compare=True))
+    assert result.gain.exact_kept > result.gain.kept > 0
+    assert "top1" in (said := capsys.readouterr().out) and "exact" in said.splitlines()[-2]
+    assert tiny.same(tiny.weights(tmp_path / "plain"), tiny.weights(tmp_path / "run"))
+
+
+def test_another_loop_can_drive_a_trainer(photos):
+    from gradfilter.recipes.datasets import open_data
+
+    data = open_data(str(photos))
+    trainer = Trainer(Settings(model="still", batch=9, lr=1.0), data.task, data.classes)
+    before, _ = trainer.evaluate(data.test)
+    assert list(trainer.steps(data.train, range(12), total=12)) == [*range(1, 13)]
+    after, _ = trainer.evaluate(data.test)
+    assert after["loss"] < before["loss"]
