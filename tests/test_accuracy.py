@@ -1,0 +1,77 @@
+"""The accuracy benchmark: its rows, its plans, its tables, and one row run on made pictures."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torchvision")
+pytest.importorskip("timm")
+import torch  # noqa: E402
+from PIL import Image  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import accuracy  # noqa: E402
+
+
+def test_rows_have_names_of_their_own_and_the_telling_ones_come_first():
+    rows = accuracy.rows()
+    assert len({r.name for r in rows}) == len(rows)
+    assert all(r.last is None and r.data != "camvid" for r in rows[:108])
+    assert {r.data for r in rows[108:132]} == {"camvid"}
+
+
+def test_a_plan_is_exact_from_one_layer_on_and_coarse_on_the_large_maps():
+    names = ["encoder.features.0.0", "encoder.features.7.conv.2", "decoder.narrow", "decoder.conv"]
+    plan = accuracy.plan_of(names, exact_from="decoder.conv", fine=2, coarse=4)
+    assert list(plan.values()) == [
+        {"method": "galerkin", "patch": 4},
+        {"method": "galerkin", "patch": 2},
+        {"method": "galerkin", "patch": 2},
+        {"method": "exact"},
+    ]
+
+
+def write(folder, data, method, seed, headline):
+    row = accuracy.Row(data, "mobilenet_v2", None, method, seed)
+    about = {"headline": headline, "command": "python benchmarks/accuracy.py"}
+    (folder / f"{row.name}.json").write_text(json.dumps(about))
+
+
+def test_the_table_gives_means_differences_and_what_was_not_run(tmp_path):
+    for seed, (exact, ours) in enumerate([(0.80, 0.79), (0.82, 0.83)]):
+        write(tmp_path, "pets", "exact", seed, exact)
+        write(tmp_path, "pets", "galerkin-grid7", seed, ours)
+    args = accuracy.parser().parse_args(["--table", "--results", str(tmp_path)])
+    table = accuracy.table(args).splitlines()
+    ours = next(line for line in table if line.startswith("| galerkin-grid7"))
+    assert "81.0 ± 2.8" in ours and "+0.00 (1 of 6)" in ours
+    assert ours.count("not run") == 5
+
+
+def test_what_a_row_tells(tmp_path, monkeypatch):
+    folder = tmp_path / "shared" / "pets_subset"
+    for part in ("train", "test"):
+        for kind in ("cat", "dog"):
+            (folder / part / kind).mkdir(parents=True)
+            for i in range(4):
+                colour = (255, 10 * i, 0) if kind == "cat" else (0, 10 * i, 255)
+                Image.new("RGB", (40, 40), colour).save(folder / part / kind / f"{i}.png")
+    weights = tmp_path / "shared" / "w.pt"
+    from gradfilter.recipes import models
+
+    torch.save(models.create("mobilenet_v2").state_dict(), weights)
+    monkeypatch.setitem(accuracy.WEIGHTS, "mobilenet_v2", "w.pt")
+    command = ["--shared", str(tmp_path / "shared"), "--results", str(tmp_path / "results")]
+    options = ["--size", "32", "--steps", "2"]
+    args = accuracy.parser().parse_args([*command, *options])
+    args.until = float("inf")
+    args.results.mkdir()
+    row = accuracy.Row("pets", "mobilenet_v2", None, "galerkin-grid7", 0)
+    result = accuracy.run(row, args)
+    assert result["steps"] == 2 and len(result["losses"]) == 2
+    assert result["headline"] == result["metrics"]["top1"]
+    assert result["where"]["region"] == 52
+    assert result["settings"]["data"] == "pets_subset"  # not where it lay
+    assert str(tmp_path) not in json.dumps(result["settings"])
