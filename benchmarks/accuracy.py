@@ -12,7 +12,6 @@ of it; rows that have theirs are not run again. Data and ImageNet weights lie in
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import multiprocessing
 import os
@@ -184,6 +183,7 @@ def run(row: Row, args: argparse.Namespace) -> dict:
         diverged = str(error)
     seconds = time.monotonic() - begin
     metrics = {} if diverged else trainer.evaluate(data.test)[0]
+    trainer.close()
     return measure.about(__file__, sys.argv[1:]) | {
         "row": vars(row),
         "settings": {k: _short(v, args.shared) for k, v in settings.as_dict().items()},
@@ -254,7 +254,6 @@ def work(jobs, args: argparse.Namespace) -> None:
         if row is None or time.time() > args.until:
             return
         path = file_of(row, args)
-        gc.collect()  # the loaders of the row before end with their trainer
         try:
             result = run(row, args)
         except Exception as error:  # the other rows go on
