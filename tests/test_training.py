@@ -2,6 +2,7 @@
 
 import csv
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ pytest.importorskip("rich")
 import tiny  # noqa: E402
 
 import gradfilter as gf  # noqa: E402
+from gradfilter.recipes import report  # noqa: E402
 from gradfilter.recipes.loading import Changed, InTurn, Shuffled, loader  # noqa: E402
 from gradfilter.recipes.parallel import World  # noqa: E402
 from gradfilter.recipes.settings import Settings  # noqa: E402
@@ -192,3 +194,13 @@ def test_another_loop_can_drive_a_trainer(photos):
     assert list(trainer.steps(data.train, range(12), total=12)) == [*range(1, 13)]
     after, _ = trainer.evaluate(data.test)
     assert after["loss"] < before["loss"]
+
+
+@pytest.mark.parametrize("after, gained", [(0.6, True), (0.5, False), (0.2, False)])
+def test_a_run_that_gained_nothing_says_so(after, gained):
+    rows = [
+        {"epoch": i, "step": i, "test_top1": top1, "test_loss": 1.0}
+        for i, top1 in enumerate((0.5, after))
+    ]
+    told = report.summary(report.Result(Path("run"), "top1", rows, rows[1], 1.0, None, None))
+    assert ("nothing gained" in told) == (not gained)

@@ -2,6 +2,7 @@
 
 from gradfilter.convert import convert, revert
 from gradfilter.cost import cost
+from gradfilter.fidelity import fidelity
 from gradfilter.methods import (
     METHODS,
     Exact,
@@ -15,6 +16,7 @@ from gradfilter.methods import (
     WalshHadamard,
 )
 from gradfilter.plan import Plan
+from gradfilter.profiler import profile
 
 __version__ = "0.1.0"
 
@@ -32,5 +34,7 @@ __all__ = [
     "WalshHadamard",
     "convert",
     "cost",
+    "fidelity",
+    "profile",
     "revert",
 ]

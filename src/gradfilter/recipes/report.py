@@ -13,6 +13,8 @@ from gradfilter.recipes.recording import Row
 from gradfilter.recipes.settings import Settings
 from gradfilter.recipes.trainer import Trainer
 
+ADVICE = "try a smaller --lr, or fewer layers with --last"
+
 
 @dataclass(frozen=True)
 class Result:
@@ -80,6 +82,7 @@ def summary(result: Result) -> str:
         f"(epoch {result.best['epoch']:.4g}); {steps} steps in {result.seconds:.1f} s, "
         f"{1e3 * result.seconds / max(1, steps):.0f} ms each",
         *([str(result.gain)] if result.gain else []),
+        *([] if result.after > result.before else [f"nothing gained: {ADVICE}"]),
         f"run: {result.out}",
     ]
     return "\n".join(lines)
