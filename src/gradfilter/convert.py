@@ -21,7 +21,7 @@ from gradfilter import autograd
 from gradfilter.geometry import Geometry, geometry, read_by_parent
 from gradfilter.layers import ConvOp, LinearOp
 from gradfilter.methods import Exact, Method
-from gradfilter.order import call, evaluating, execution_order
+from gradfilter.order import Calls, execution_order, first_calls
 from gradfilter.plan import FROZEN, Entry, Plan
 from gradfilter.region.engine import Engine, Program, unsuitable
 from gradfilter.region.engine import Engined as EngineForward
@@ -30,7 +30,6 @@ from gradfilter.region.grid import takes
 Spec = Method | Mapping[str, Method | str] | Plan
 Layers = dict[str, tuple[nn.Module, Geometry | str]]
 Order = dict[nn.Module, int]
-Calls = dict[nn.Module, tuple[tuple, Mapping]]  # arguments and keyword arguments
 
 PARTS_DEPTH = 4  # how deep to look for parts that can be traced
 
@@ -189,7 +188,7 @@ def engage(model: nn.Module, example, fused: bool) -> dict[nn.Module, str]:
     places = _engage(model, "", calls, fused, 0)
     if hasattr(model, "gf_engine") or not places:
         return places
-    return places | _engage(model, "", _first_calls(model, example), fused, PARTS_DEPTH)
+    return places | _engage(model, "", first_calls(model, example), fused, PARTS_DEPTH)
 
 
 def _engage(
@@ -224,23 +223,6 @@ def _program(module: nn.Module, args: tuple, kwargs: Mapping, fused: bool) -> Pr
         del module.gf_engine
         module.__class__ = module.gf_original
     return program
-
-
-def _first_calls(model: nn.Module, example) -> Calls:
-    """The arguments each module is first called with."""
-    calls: Calls = {}
-
-    def note(module, args, kwargs):
-        calls.setdefault(module, (args, kwargs))
-
-    hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in model.modules()]
-    try:
-        with torch.no_grad(), evaluating(model):
-            call(model, example)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return calls
 
 
 def _rebuild(original: type[nn.Module], mixin: type) -> nn.Module:

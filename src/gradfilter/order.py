@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+Calls = dict[nn.Module, tuple[tuple, Mapping]]  # arguments and keyword arguments
+
 
 def call(model: nn.Module, example):
     """Run the model on a tensor, a tuple of arguments or a mapping of keyword arguments."""
@@ -29,18 +31,23 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def execution_order(model: nn.Module, example) -> dict[nn.Module, int]:
-    """Module -> position of its first call."""
-    order: dict[nn.Module, int] = {}
+def first_calls(model: nn.Module, example) -> Calls:
+    """The arguments each module is first called with, in the order of those calls."""
+    calls: Calls = {}
 
-    def note(module, _):
-        order.setdefault(module, len(order))
+    def note(module, args, kwargs):
+        calls.setdefault(module, (args, kwargs))
 
-    hooks = [module.register_forward_pre_hook(note) for module in model.modules()]
+    hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in model.modules()]
     try:
         with torch.no_grad(), evaluating(model):
             call(model, example)
     finally:
         for hook in hooks:
             hook.remove()
-    return order
+    return calls
+
+
+def execution_order(model: nn.Module, example) -> dict[nn.Module, int]:
+    """Module -> position of its first call."""
+    return {module: i for i, module in enumerate(first_calls(model, example))}
