@@ -256,6 +256,14 @@ def test_the_model_is_left_as_it_was(method):
     assert gf.fidelity(model, x, torch.tensor([0, 1])) == found
 
 
+def test_dropout_is_off():
+    """With other masks on each side even exact gradients would differ."""
+    model = nn.Sequential(*small_cnn()[:-1], nn.Dropout(0.5), small_cnn()[-1]).train()
+    gf.convert(model, gf.Exact())
+    found = gf.fidelity(model, images(), torch.tensor([0, 1]))
+    assert found.total == EQUAL and all(r.weight == EQUAL for r in found.layers)
+
+
 def test_the_exact_side_is_the_plain_model():
     """Batch norms with batch statistics: the loss and gradients of the model before conversion."""
     model, x, t = small_cnn().train(), images(), torch.tensor([0, 1])

@@ -193,6 +193,20 @@ def run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
 
 
+def sibling(name: str):
+    """A module of this package that needs no torch, loaded without the package where that is new"""
+    full = f"gradfilter.{name}"
+    if full in sys.modules or "gradfilter" in sys.modules:
+        return importlib.import_module(full)
+    spec = util.spec_from_file_location(
+        full, Path(__file__).parent / f"{name.replace('.', '/')}.py"
+    )
+    module = sys.modules[full] = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+cli_measure = sibling("cli_measure")
 COMMANDS = {
     "train": (train, train_arguments),
     "pretrain": (pretrain, train_arguments),
@@ -201,6 +215,8 @@ COMMANDS = {
     "demo": (demo, demo_arguments),
     "info": (info, lambda parser: None),
     "cost": (cost, cost_arguments),
+    "profile": (cli_measure.profile, cli_measure.profile_arguments),
+    "fidelity": (cli_measure.fidelity, cli_measure.fidelity_arguments),
 }
 
 
@@ -312,19 +328,6 @@ def checked(kind):
             raise argparse.ArgumentTypeError(str(error)) from error
 
     return convert
-
-
-def sibling(name: str):
-    """A module of this package that needs no torch, loaded without the package where that is new"""
-    full = f"gradfilter.{name}"
-    if full in sys.modules or "gradfilter" in sys.modules:
-        return importlib.import_module(full)
-    spec = util.spec_from_file_location(
-        full, Path(__file__).parent / f"{name.replace('.', '/')}.py"
-    )
-    module = sys.modules[full] = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def version(distribution: str) -> str:

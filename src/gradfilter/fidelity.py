@@ -215,7 +215,7 @@ def _title(found: Fidelity) -> str:
         for m in (r.weight, r.input)
         if m and m.snr_db is not None
     )
-    beside = f"; the SNR of {equal}, {EXACT_DB:.0f} dB or more, is not drawn" if equal else ""
+    beside = f"; SNR panel without {equal} of {EXACT_DB:.0f} dB or more" if equal else ""
     return f"Approximate against exact gradients, {found.pictures} pictures{beside}"
 
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-import gradfilter as gf
 from gradfilter.demo import kept_bytes
 from gradfilter.recipes.trainer import Trainer
+from gradfilter.trial import exact_copy
 
 PICTURES = 8  # to measure with on a CPU, where a whole batch would take long
 REPEATS = 3
@@ -43,7 +42,7 @@ def measure(trainer: Trainer) -> Gain:
     on_cpu = trainer.device.type == "cpu"
     count = min(trainer.settings.batch, PICTURES) if on_cpu else trainer.settings.batch
     x = trainer.network.prepare(trainer.noise(count))
-    rivals = [copy.deepcopy(trainer.model), exact(trainer.model)]
+    rivals = [copy.deepcopy(trainer.model), exact_copy(trainer.model)]
     kept = []
     for model in rivals:
         with trainer.autocast():
@@ -54,20 +53,6 @@ def measure(trainer: Trainer) -> Gain:
             seconds.append(_step(trainer, model, x))
     ours, plain = (statistics.median(seconds[1:]) for seconds in taken)
     return Gain(count, ours, plain, *kept)
-
-
-def exact(model: nn.Module) -> nn.Module:
-    """A plain copy that trains the same parameters, with batch norms in the same mode."""
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    modes = {name: m.training for name, m in model.named_modules()}
-    plain = copy.deepcopy(model)
-    gf.revert(plain)
-    for name, p in plain.named_parameters():
-        p.requires_grad_(name in trained)
-    for name, m in plain.named_modules():
-        if isinstance(m, _BatchNorm) or not list(m.children()):
-            m.training = modes[name]
-    return plain
 
 
 def _step(trainer: Trainer, model: nn.Module, x: Tensor) -> float:
