@@ -81,8 +81,8 @@ def summary(result: Result) -> str:
         f"{result.headline} {result.before:.1%} -> {result.after:.1%} "
         f"(epoch {result.best['epoch']:.4g}); {steps} steps in {result.seconds:.1f} s, "
         f"{1e3 * result.seconds / max(1, steps):.0f} ms each",
-        *([str(result.gain)] if result.gain else []),
         *([] if result.after > result.before else [f"nothing gained: {ADVICE}"]),
+        *([str(result.gain)] if result.gain else []),
         f"run: {result.out}",
     ]
     return "\n".join(lines)
