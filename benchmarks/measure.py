@@ -19,6 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from gradfilter import kept
+
 Samples = dict[str, list[float]]  # clock -> seconds of each call
 Clock = Callable[[Callable[[], object]], dict[str, float]]
 
@@ -127,9 +129,8 @@ def kept_bytes(forward: Callable[[], Tensor], model: nn.Module) -> dict[str, int
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         loss = forward()
-    hidden = {
-        _where(t): t for t in _on_contexts(loss.grad_fn) if _where(t)[0] not in weights
-    }
+    contexts = [list(vars(node).values()) for node in kept.functions(loss)]
+    hidden = {_where(t): t for t in kept.attributes(contexts) if _where(t)[0] not in weights}
     hidden = {key: t for key, t in hidden.items() if key not in saved}
     return {"saved": _own_bytes(saved), "hidden": _own_bytes(hidden)}
 
@@ -141,28 +142,6 @@ def _own_bytes(tensors: dict[tuple, Tensor]) -> int:
 
 def _where(t: Tensor) -> tuple[int, int, tuple[int, ...]]:
     return t.untyped_storage().data_ptr(), t.storage_offset(), tuple(t.shape)
-
-
-def _on_contexts(node) -> list[Tensor]:
-    """The tensors in the attributes of every Python autograd function of a graph."""
-    found, seen, todo = [], set(), [node]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        todo += [child for child, _ in node.next_functions]
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            found += _tensors(list(vars(node).values()))
-    return found
-
-
-def _tensors(tree) -> list[Tensor]:
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, dict):
-        tree = list(tree.values())
-    return [t for item in tree for t in _tensors(item)] if isinstance(tree, list | tuple) else []
 
 
 class ResidentPeak:

@@ -312,15 +312,12 @@ def test_table_dictionary_and_plot(tmp_path):
     assert (tmp_path / "fidelity.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.fixture
-def command(monkeypatch):
-    pair = (cli_measure.fidelity, cli_measure.fidelity_arguments)
-    monkeypatch.setitem(cli.COMMANDS, "fidelity", pair)
-    return lambda *words: cli.main(["fidelity", *map(str, words)])
+def command(*words) -> int:
+    return cli.main(["fidelity", *map(str, words)])
 
 
 @pytest.mark.parametrize("kind", ["photos", "scenes"])
-def test_the_command(command, kind, request, tiny_networks, tmp_path, capsys):
+def test_the_command(kind, request, tiny_networks, tmp_path, capsys):
     pytest.importorskip("torchvision")
     data = request.getfixturevalue(kind)
     words = ("--patch", 3, "--weights", "none", "--batch", 4, "--out", tmp_path)
@@ -340,7 +337,7 @@ def test_an_output_layer_of_zeros_is_woken():
     assert cli_measure.wake_head(model) and model[11].weight.any()
 
 
-def test_the_command_refuses_in_one_line(command, photos, tmp_path, capsys):
+def test_the_command_refuses_in_one_line(photos, tmp_path, capsys):
     pytest.importorskip("torchvision")
     for words, told in (
         (("squeezenet1_11", "--data", photos), "near names: squeezenet1_1"),

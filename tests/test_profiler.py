@@ -10,7 +10,7 @@ from cases import METHODS, small_cnn
 from torch import nn
 
 import gradfilter as gf
-from gradfilter import cli, cli_measure, energy, profiler, stopwatch
+from gradfilter import cli, energy, profiler, stopwatch
 from gradfilter.demo import kept_bytes
 from gradfilter.profiler import EXACT, INFERENCE, PLAN
 
@@ -364,14 +364,11 @@ def test_table_dictionary_and_plot(tmp_path):
     assert (tmp_path / "profile.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.fixture
-def command(monkeypatch):
-    pair = (cli_measure.profile, cli_measure.profile_arguments)
-    monkeypatch.setitem(cli.COMMANDS, "profile", pair)
-    return lambda *words: cli.main(["profile", *map(str, words)])
+def command(*words) -> int:
+    return cli.main(["profile", *map(str, words)])
 
 
-def test_the_command(command, tmp_path, capsys):
+def test_the_command(tmp_path, capsys):
     pytest.importorskip("torchvision")
     words = ("--size", 32, "--batch", 2, "--repeats", 1, "--last", 3, "--short", "--out", tmp_path)
     assert command("mobilenet_v3_small", *words) == 0
@@ -390,7 +387,7 @@ def test_the_command(command, tmp_path, capsys):
         (("squeezenet1_1", "--device", "abacus"), "no device is called 'abacus'"),
     ],
 )
-def test_the_command_refuses_in_one_line(command, capsys, words, told):
+def test_the_command_refuses_in_one_line(capsys, words, told):
     pytest.importorskip("torchvision")
     assert command(*words) == 2
     error = capsys.readouterr().err

@@ -127,10 +127,10 @@ class _Watch:
 
     def look_into_functions(self, output) -> None:
         """Say whose the tensors of a region are, and count what functions hold beside autograd."""
-        for node in _functions(output):
+        for node in functions(output):
             if isinstance(getattr(node, "runner", None), Runner):
                 self._region(node)
-            for t in _attributes(list(vars(node).values())):
+            for t in attributes(list(vars(node).values())):
                 if _storage(t) not in self.claims:
                     self.claim(t, ("", "context"))
 
@@ -174,7 +174,7 @@ class _Watch:
         return Found(rows, self.engine, self.shared)
 
 
-def _functions(output) -> list[BackwardCFunction]:
+def functions(output) -> list[BackwardCFunction]:
     """The Python autograd functions of the graph behind an output."""
     todo = [t.grad_fn for t in tensors(output)]
     seen, found = set(), []
@@ -189,12 +189,13 @@ def _functions(output) -> list[BackwardCFunction]:
     return found
 
 
-def _attributes(tree) -> list[Tensor]:
+def attributes(tree) -> list[Tensor]:
+    """The tensors in nested lists, tuples and dicts."""
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, dict):
         tree = list(tree.values())
-    return [t for part in tree for t in _attributes(part)] if isinstance(tree, list | tuple) else []
+    return [t for part in tree for t in attributes(part)] if isinstance(tree, list | tuple) else []
 
 
 def _storage(t: Tensor) -> int:
