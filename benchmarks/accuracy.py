@@ -2,9 +2,11 @@
 
 Every row is one training run by the trainer of `gradfilter train`, with its recipe (SGD, momentum,
 cosine, warm-up, clip 2.0, frozen batch norm), tested once, at its end. A row's JSON file says all
-of it; rows that have theirs are not run again. Data and ImageNet weights lie in one folder:
+of it; rows that have theirs are not run again. On a GPU the pictures, cut as the trainer's loader
+cuts them, stay on it for the next row, and steps are CUDA graphs where the method allows it. Data
+and ImageNet weights lie in one folder:
 
-    PYTHONPATH=src python benchmarks/accuracy.py --shared FOLDER --jobs 4
+    PYTHONPATH=src python benchmarks/accuracy.py --shared FOLDER --jobs 3 --device cuda
     PYTHONPATH=src python benchmarks/accuracy.py --shared FOLDER --only camvid --minutes 8
     PYTHONPATH=src python benchmarks/accuracy.py --table        # what has been run, and what not
 """
@@ -23,6 +25,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import measure
+import torch
+from resident import Resident
+
+import gradfilter as gf
+from gradfilter.recipes import models
+from gradfilter.recipes.capture import Captured, refusal
+from gradfilter.recipes.datasets import open_data
+from gradfilter.recipes.loading import per_epoch
+from gradfilter.recipes.parallel import World
+from gradfilter.recipes.settings import Settings
+from gradfilter.recipes.trainer import Diverged, Trainer
 
 RESULTS = Path(__file__).parent / "results" / "accuracy"
 SEEDS = (0, 1, 2)
@@ -128,8 +141,6 @@ def plan_of(names: list[str], exact_from: str, fine: int, coarse: int) -> dict[s
 
 def settings_of(row: Row, shared: Path, device: str, workers: int):
     """The settings that `gradfilter train` would take."""
-    from gradfilter.recipes.settings import Settings
-
     method = {**METHODS, **DENSE}[row.method]
     return Settings(
         data=str(shared / DATA[row.data].folder),
@@ -148,13 +159,6 @@ def settings_of(row: Row, shared: Path, device: str, workers: int):
 
 def run(row: Row, args: argparse.Namespace) -> dict:
     """Train and test one row; what its file will say."""
-    import torch
-
-    from gradfilter import cost
-    from gradfilter.recipes.loading import per_epoch
-    from gradfilter.recipes.parallel import World
-    from gradfilter.recipes.trainer import Diverged, Trainer
-
     settings = settings_of(row, args.shared, args.device, args.workers)
     if args.size:
         settings = settings.changed(size=args.size)
@@ -171,14 +175,16 @@ def run(row: Row, args: argparse.Namespace) -> dict:
     total = args.steps or settings.epochs * per_epoch(len(data.train), trainer.batch)
     x = trainer.network.prepare(trainer.noise(1))
     cheap = row.method not in ("hosvd-0.8",)  # whose ranks depend on the data
-    spent = cost(trainer.model, x).total if cheap else None
+    spent = gf.cost(trainer.model, x).total if cheap else None
+    taken = resident_steps(trainer, data, total) if args.device != "cpu" else None
     begin, losses, diverged = time.monotonic(), [], None
     try:
-        for done in trainer.steps(data.train, range(total), total):
+        for done in taken or trainer.steps(data.train, range(total), total):
             if done % max(1, total // 20) == 0:
                 loss, count = trainer.sums.tolist()
                 losses.append(round(loss / max(count, 1), 4))
                 trainer.sums.zero_()
+        trainer.check(total - 1)
     except Diverged as error:
         diverged = str(error)
     seconds = time.monotonic() - begin
@@ -201,26 +207,35 @@ def run(row: Row, args: argparse.Namespace) -> dict:
     }
 
 
+RESIDENT: dict[tuple, Resident] = {}
+
+
+def resident_steps(trainer, data, total: int):
+    """As `Trainer.steps`, from pictures that stay on the device; tests will be from there too."""
+    epochs = -(-total // per_epoch(len(data.train), trainer.batch))
+    key = data.train, trainer.size, trainer.settings.seed, epochs
+    if key not in RESIDENT:
+        RESIDENT[key] = Resident(trainer, data.train, data.test, epochs)
+    shown = RESIDENT[key]
+    trainer.testing[data.test] = shown.tests(trainer.batch)
+    take = trainer.step if refusal(trainer) else Captured(trainer).step
+    for number in range(total):
+        take(shown.batch(number, trainer.batch), number, trainer.rate(number, total))
+        yield number + 1
+
+
 OPENED: dict[str, object] = {}
 
 
 def opened(where: str):
     """A data set, decoded once for all rows of a process."""
-    from gradfilter.recipes.datasets import open_data
-
     if where not in OPENED:
-        OPENED.clear()
         OPENED[where] = open_data(where, download=False, cache=True)
     return OPENED[where]
 
 
 def layers_of(settings, data) -> list[str]:
     """The layers of a network in the order they are run."""
-    import torch
-
-    import gradfilter as gf
-    from gradfilter.recipes import models
-
     network = models.build(
         settings.model, len(data.classes), task=data.task, weights="none", size=settings.size
     )
@@ -244,8 +259,6 @@ def _short(value, shared: Path):
 
 def work(jobs, args: argparse.Namespace) -> None:
     """Take rows from a queue until it is empty or the time is up."""
-    import torch
-
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark = True
     torch.set_num_threads(args.threads)
@@ -271,10 +284,15 @@ def run_all(args: argparse.Namespace) -> None:
     left = [r for r in wanted if not file_of(r, args).exists()]
     print(f"{len(left)} rows of {len(wanted)} to run", flush=True)
     context = multiprocessing.get_context("spawn")
-    jobs = context.Queue()
-    for row in [*left, *[None] * args.jobs]:
-        jobs.put(row)
-    workers = [context.Process(target=work, args=(jobs, args)) for _ in range(args.jobs)]
+    # a queue a seed, as far as there are jobs: rows of one seed see the same pictures
+    queues = [context.Queue() for _ in range(min(args.jobs, len(SEEDS)))]
+    for row in left:
+        queues[row.seed % len(queues)].put(row)
+    workers = []
+    for job in range(args.jobs):
+        queue = queues[job % len(queues)]
+        queue.put(None)
+        workers.append(context.Process(target=work, args=(queue, args)))
     for worker in workers:
         worker.start()
     for worker in workers:

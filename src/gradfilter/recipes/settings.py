@@ -163,6 +163,9 @@ class Settings:
     seed: int = option(0, count, "seed of everything random but the split")
     device: str = option("auto", text, "auto, cpu, cuda, cuda:1, ...", fixed=False)
     amp: bool = option(False, switch, "compute in bfloat16 where autocast does", fixed=False)
+    capture: bool = option(
+        False, switch, "record the step once as a CUDA graph and replay it", fixed=False
+    )
     deterministic: bool = option(
         True, switch, "the same bits each time on the same machine, at some cost on a GPU",
         fixed=False,

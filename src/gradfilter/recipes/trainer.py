@@ -113,12 +113,18 @@ class Trainer:
         order = Shuffled(len(pictures), self.batch, self.settings.seed, numbers, self.world)
         batches = loaded(loader(dataset, order, self.world, self.settings.workers))
         self._train_mode()
+        take = self._captured() if self.settings.capture else self.step
         try:
             for number in numbers:
-                self.step(next(batches), number, self.rate(number, total))
+                take(next(batches), number, self.rate(number, total))
                 yield number + 1
         finally:
             del batches  # ends its worker processes, though a traceback may keep this frame
+
+    def _captured(self) -> Callable[[Batch, int, float], None]:
+        from gradfilter.recipes.capture import Captured  # which is written in terms of this class
+
+        return Captured(self).step
 
     def rate(self, number: int, total: int) -> float:
         """The learning rate of a step."""
@@ -126,22 +132,31 @@ class Trainer:
 
     def step(self, batch: Batch, number: int, rate: float) -> None:
         """One step of SGD on this process's share of a batch."""
-        torch.manual_seed(mixed("step", self.settings.seed, number, self.world.rank))  # of dropout
+        self.seed(number)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad()
+        sums = self.gradients(None if batch is None else self.here(batch))
+        if self.device.type == "cpu" or number % LOOK_EVERY == 0:
+            self.check(number)  # on the CPU before a bad step is taken
+        self.optimizer.step()
+        self.sums += sums
+
+    def seed(self, number: int) -> None:
+        """Set what dropout draws from in a step."""
+        torch.manual_seed(mixed("step", self.settings.seed, number, self.world.rank))
+
+    def gradients(self, batch: tuple[tuple[Tensor, ...], Tensor] | None) -> Tensor:
+        """Take the clipped gradients of a batch on the device; gives its loss and its count."""
         loss, count = self._loss(batch)
-        sums = torch.stack([loss.detach().double(), count.detach().double()]).to(self.device)
+        sums = torch.stack([loss.detach().double(), count.detach().double()])
         self.world.sum(sums)
         if loss.requires_grad:
             (loss / sums[1].clamp(min=1).to(loss.dtype)).backward()
         self.world.sum_gradients(self.parameters)
         norm = nn.utils.clip_grad_norm_(self.parameters, self.settings.clip or math.inf)
         self.healthy &= sums[0].isfinite() & norm.isfinite()
-        if self.device.type == "cpu" or number % LOOK_EVERY == 0:
-            self.check(number)  # on the CPU before a bad step is taken
-        self.optimizer.step()
-        self.sums += sums
+        return sums
 
     def check(self, number: int) -> None:
         """Refuse to go on with a loss or gradient that is no number."""
@@ -169,7 +184,7 @@ class Trainer:
         try:
             for batch in loaded(self.testing[pictures]):
                 if batch is not None:
-                    inputs, target = self._here(batch)
+                    inputs, target = self.here(batch)
                     with self.autocast():
                         output = self._forward(inputs)
                     self.task.add(tally, output, target)
@@ -236,15 +251,15 @@ class Trainer:
             return self.stored.forward(inputs)
         return self.model(self.network.prepare(*inputs))
 
-    def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _loss(self, batch: tuple[tuple[Tensor, ...], Tensor] | None) -> tuple[Tensor, Tensor]:
         """Sum of losses and count; zeros where this process has no picture."""
         if batch is None:
             return torch.zeros((), device=self.device), torch.zeros((), device=self.device)
-        inputs, target = self._here(batch)
+        inputs, target = batch
         with self.autocast():
             return self.task.loss(self._forward(inputs), target)
 
-    def _here(self, batch: Batch) -> tuple[tuple[Tensor, ...], Tensor]:
+    def here(self, batch: Batch) -> tuple[tuple[Tensor, ...], Tensor]:
         """A batch on the device."""
         if isinstance(batch, Exception):
             raise batch
