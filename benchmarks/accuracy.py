@@ -14,6 +14,7 @@ and ImageNet weights lie in one folder:
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import os
@@ -270,8 +271,11 @@ def work(jobs, args: argparse.Namespace) -> None:
         try:
             result = run(row, args)
         except Exception as error:  # the other rows go on
-            print(f"{row.name}: failed: {type(error).__name__}: {error}", flush=True)
+            print(f"{row.name}: failed: {type(error).__name__}: {error}"[:300], flush=True)
             continue
+        finally:
+            gc.collect()  # the network and its graphs, which hold on to each other
+            torch.cuda.empty_cache()
         draft = path.with_suffix(".part")
         draft.write_text(json.dumps(result, indent=1) + "\n")
         draft.replace(path)

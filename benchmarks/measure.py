@@ -125,7 +125,7 @@ def kept_bytes(forward: Callable[[], Tensor], model: nn.Module) -> dict[str, int
     def pack(t: Tensor) -> Tensor:
         if _where(t)[0] not in weights:
             saved.setdefault(_where(t), t.detach())
-        return t
+        return t.detach()  # an output that its own node holds on to would never be freed
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         loss = forward()

@@ -1,6 +1,8 @@
 """The cost model against the papers, against autograd, and against counting by hand."""
 
+import gc
 import json
+import weakref
 
 import pytest
 import torch
@@ -394,3 +396,12 @@ def test_cost_leaves_the_model_alone(method):
     assert [(m.gf.before, m.gf.state) for m in model if hasattr(m, "gf")] == states
     assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks
     assert torch.equal(rng, torch.get_rng_state())
+
+
+def test_nothing_of_the_forward_pass_outlives_the_count():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Sigmoid())
+    weight = weakref.ref(model[0].weight)
+    gf.cost(model, torch.randn(1, 3, 8, 8))
+    del model
+    gc.collect()
+    assert weight() is None

@@ -1,7 +1,9 @@
 """The profiler: kept bytes by hand, the cost model held against them, peaks of a known size."""
 
 import copy
+import gc
 import json
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -10,7 +12,7 @@ from cases import METHODS, small_cnn
 from torch import nn
 
 import gradfilter as gf
-from gradfilter import cli, energy, profiler, stopwatch
+from gradfilter import cli, energy, kept, profiler, stopwatch
 from gradfilter.demo import kept_bytes
 from gradfilter.profiler import EXACT, INFERENCE, PLAN
 
@@ -392,3 +394,13 @@ def test_the_command_refuses_in_one_line(capsys, words, told):
     assert command(*words) == 2
     error = capsys.readouterr().err
     assert told in error and error.count("\n") == 1
+
+
+def test_nothing_of_the_forward_pass_outlives_the_look_at_it():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Sigmoid())
+    weight = weakref.ref(model[0].weight)
+    kept.measure(model, torch.randn(1, 3, 8, 8), {})
+    kept_bytes(model, torch.randn(1, 3, 8, 8))
+    del model
+    gc.collect()
+    assert weight() is None

@@ -154,7 +154,11 @@ class _Walk:
         ]
 
     def saved(self, t: Tensor) -> Tensor:
-        """A tensor autograd saves: charged to the innermost module, once per storage."""
+        """A tensor autograd saves: charged to the innermost module, once per storage.
+
+        Detached, for an output that its own node holds on to would never be freed.
+        """
+        t = t.detach()
         key = _storage(t)
         if key not in self.parameters and self.stack:
             size = t.untyped_storage().nbytes()

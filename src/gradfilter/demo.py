@@ -146,7 +146,7 @@ def kept_bytes(model: nn.Module, x: Tensor) -> int:
 
     def pack(t: Tensor) -> Tensor:
         kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
+        return t.detach()  # an output that its own node holds on to would never be freed
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         y = model(x)  # while y lives so does what was saved, each at an address of its own

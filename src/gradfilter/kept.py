@@ -116,6 +116,7 @@ class _Watch:
 
     def pack(self, t: Tensor) -> Tensor:
         name = self.inside[-1] if self.inside else ""
+        t = t.detach()  # an output that its own node holds on to would never be freed
         self.claim(t, (name, self.kinds.get(name, "other")))
         return t
 
