@@ -18,6 +18,7 @@ import gc
 import json
 import multiprocessing
 import os
+import re
 import shlex
 import statistics
 import sys
@@ -161,8 +162,8 @@ def settings_of(row: Row, shared: Path, device: str, workers: int):
 def run(row: Row, args: argparse.Namespace) -> dict:
     """Train and test one row; what its file will say."""
     settings = settings_of(row, args.shared, args.device, args.workers)
-    if args.size:
-        settings = settings.changed(size=args.size)
+    given = {"size": args.size, "lr": args.lr}
+    settings = settings.changed(**{k: v for k, v in given.items() if v})
     plan = {**METHODS, **DENSE}[row.method].get("plan")
     data = opened(settings.data)
     if plan:
@@ -284,7 +285,7 @@ def work(jobs, args: argparse.Namespace) -> None:
 
 def run_all(args: argparse.Namespace) -> None:
     args.results.mkdir(parents=True, exist_ok=True)
-    wanted = [r for r in rows() if all(word in r.name for word in args.only)]
+    wanted = [r for r in rows() if re.search(args.only, r.name)]
     left = [r for r in wanted if not file_of(r, args).exists()]
     print(f"{len(left)} rows of {len(wanted)} to run", flush=True)
     context = multiprocessing.get_context("spawn")
@@ -369,11 +370,12 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     p.add_argument("--shared", type=Path, help="folder of the data and the ImageNet weights")
-    p.add_argument("--only", nargs="*", default=[], help="words that a row's name must have")
+    p.add_argument("--only", default="", help="regular expression that a row's name must hold")
     p.add_argument("--jobs", type=int, default=1, help="rows at a time, each in a process")
     p.add_argument("--workers", type=int, default=0, help="processes that load, for each row")
     p.add_argument("--threads", type=int, default=1, help="of each row's process")
     p.add_argument("--size", type=int, help="image side, where not the network's own")
+    p.add_argument("--lr", type=float, help="learning rate, where not the recipe's")
     p.add_argument("--steps", type=int, help="so many steps only, to try a row out")
     p.add_argument("--minutes", type=float, default=1e6, help="begin no row after so long")
     p.add_argument("--device", default="cpu")
@@ -392,7 +394,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     args.until = time.time() + 60 * args.minutes
     if args.list:
-        print("\n".join(r.name for r in rows() if all(word in r.name for word in args.only)))
+        print("\n".join(r.name for r in rows() if re.search(args.only, r.name)))
     elif args.table:
         print(table(args))
     elif args.shared is None:

@@ -1,8 +1,9 @@
 """How much faster is the backward pass of a single layer than the exact one?
 
-The paper's seven 3x3 layers (arXiv 2301.00330), at the layer level: both gradients of a
-convolution without bias, channels-last, all methods timed in turns, best of all turns. What the
-forward pass does more than a plain one, to keep the patch means, is timed too.
+The paper's seven 3x3 layers (arXiv 2301.00330), each a network of its own, by the engine: both
+gradients of a convolution without bias, channels-last, from and to maps of full size, all methods
+timed in turns, best of all turns. What the forward pass does more than a plain one, to keep the
+patch means, is timed too. `--engine layer` times the reference instead.
 
     PYTHONPATH=src python benchmarks/layers.py --batch 4
     PYTHONPATH=src python benchmarks/layers.py --device cuda --out layers.json
@@ -43,16 +44,18 @@ METHODS = {
 class Layer:
     """A 3x3 layer with one method, its forward and its backward pass."""
 
-    def __init__(self, method: gf.Method | None, x: Tensor, g: Tensor):
+    def __init__(self, method: gf.Method | None, x: Tensor, g: Tensor, engine: str):
         torch.manual_seed(0)
         conv = nn.Conv2d(x.shape[1], x.shape[1], 3, padding=1, bias=False)
         self.conv = conv.to(x.device, memory_format=torch.channels_last)
+        self.model = nn.Sequential(self.conv)
         if method is not None:
-            gf.convert(self.conv, method)
+            example = {"example": x[:1]} if engine == "auto" else {}
+            gf.convert(self.model, method, engine=engine, **example)
         self.x, self.g, self.y = x.detach().requires_grad_(), g, None
 
     def forward(self) -> Tensor:
-        return self.conv(self.x)
+        return self.model(self.x)
 
     def backward(self) -> tuple[Tensor, ...]:
         if self.y is None:
@@ -65,7 +68,7 @@ def measure_shape(shape: tuple, args: argparse.Namespace) -> dict[str, dict[str,
     channels, height, width = shape[:3]
     x, g = (torch.randn(args.batch, channels, height, width, device=args.device) for _ in range(2))
     x, g = (t.contiguous(memory_format=torch.channels_last) for t in (x, g))
-    layers = {name: Layer(method, x, g) for name, method in METHODS.items()}
+    layers = {name: Layer(method, x, g, args.engine) for name, method in METHODS.items()}
     clock = measure.cuda_clock if args.device == "cuda" else measure.cpu_clock
     found = {}
     for kind in ("backward", "forward"):
@@ -105,6 +108,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--batch", type=int, default=32)
     p.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     p.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    p.add_argument("--engine", choices=["auto", "layer"], default="auto")
     p.add_argument("--threads", type=int, default=1, help="on the CPU; 1 stays on one core")
     p.add_argument("--repeats", type=int, default=5, help="turns, of two timings each")
     p.add_argument("--out", type=Path, help="JSON file of the result")

@@ -248,9 +248,12 @@ def test_layers_smoke(small, tmp_path, capsys):
 
 def test_the_layer_that_is_timed_has_the_method():
     x = g = torch.randn(1, 4, 8, 8)
-    exact, filtered = (layers.Layer(layers.METHODS[n], x, g) for n in ("exact", "galerkin patch=4"))
-    torch.testing.assert_close(exact.forward(), filtered.forward())
-    assert not torch.allclose(exact.backward()[0], filtered.backward()[0])
+    method = layers.METHODS["galerkin patch=4"]
+    exact = layers.Layer(None, x, g, "auto")
+    engine, layer = (layers.Layer(method, x, g, engine) for engine in ("auto", "layer"))
+    torch.testing.assert_close(exact.forward(), engine.forward())
+    assert not torch.allclose(exact.backward()[0], engine.backward()[0])
+    torch.testing.assert_close(engine.backward(), layer.backward())
 
 
 @pytest.mark.slow

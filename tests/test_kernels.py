@@ -295,13 +295,16 @@ def test_fast_grid_backward(backend, shape, conv):
     for side_out in [(1, 1), (2, 3)]:
         problem = grid_problem(shape, conv, side_out)
         agrees(backend, "depthwise_grid_backward", *problem)
+        agrees(backend, "spread", problem[0], *problem[3:])
     agrees(backend, "depthwise_grid_backward", *problem, need_gx=False)
     agrees(backend, "depthwise_grid_backward", *problem, need_gw=False)
 
 
 def test_fast_grid_backward_takes_any_table(backend):
     g, x, w = noise(2, 5, 4, 6), noise(2, 5, 3, 7, seed=1), noise(5, 1, 2, 3)
-    agrees(backend, "depthwise_grid_backward", g, x, w, noise(2, 4, 3), noise(3, 6, 7))
+    taps = noise(2, 4, 3), noise(3, 6, 7)
+    agrees(backend, "depthwise_grid_backward", g, x, w, *taps)
+    agrees(backend, "spread", g, *taps)
 
 
 @pytest.mark.parametrize("act", POOL_ACTS, ids=str)

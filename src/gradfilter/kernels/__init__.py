@@ -108,8 +108,9 @@ spread = _dispatched(eager.spread)
 
 def row_dots(a: Tensor, b: Tensor, out: Tensor) -> None:
     """<a[o], b[o]> of two weights [O, C, kh, kw], whatever their layouts, into out [O]."""
-    floats = a.dtype is torch.float32 and b.dtype is torch.float32 and a.is_cpu
-    (_cpu() if floats and not _FORCED else eager).row_dots(a, b, out)
+    floats = a.dtype is torch.float32 and b.dtype is torch.float32
+    body = eager if _FORCED or not floats else _cpu() if a.is_cpu else _backend(a)
+    body.row_dots(a, b, out)
 
 
 def status() -> dict[str, str]:
