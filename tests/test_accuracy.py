@@ -13,6 +13,7 @@ from PIL import Image  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import accuracy  # noqa: E402
+import runs  # noqa: E402
 
 
 def test_rows_have_names_of_their_own_and_the_telling_ones_come_first():
@@ -69,7 +70,7 @@ def test_what_a_row_tells(tmp_path, monkeypatch):
     args.until = float("inf")
     args.results.mkdir()
     row = accuracy.Row("pets", "mobilenet_v2", None, "galerkin-grid7", 0)
-    result = accuracy.run(row, args)
+    result = runs.train(accuracy.run_of(row, args), args)
     assert result["steps"] == 2 and len(result["losses"]) == 2
     assert result["headline"] == result["metrics"]["top1"]
     assert result["where"]["region"] == 52
