@@ -196,11 +196,14 @@ def _depth(found: dict, last: int | None) -> str:
 
 
 def _cell(results: list[dict] | None) -> str:
-    if not results:
-        return "not run"
+    return spread(results) if results else "not run"
+
+
+def spread(results: list[dict]) -> str:
+    """Mean and deviation of the headlines, in percent."""
     values = [100 * r["headline"] for r in results]
-    spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else " (1 seed)"
-    return f"{statistics.mean(values):.1f}{spread}"
+    told = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else " (1 seed)"
+    return f"{statistics.mean(values):.1f}{told}"
 
 
 def _against_exact(found: dict, last: int | None, method: str, columns: list) -> str:
