@@ -248,7 +248,8 @@ def parser() -> argparse.ArgumentParser:
 
 def file_of(row: Row, args: argparse.Namespace) -> Path:
     size = f"-{args.size}px" if args.size else ""
-    return args.results / f"{row.name}{size}.json"
+    rate = f"-lr{args.lr:g}" if args.lr else ""
+    return args.results / f"{row.name}{size}{rate}.json"
 
 
 def main(argv: list[str] | None = None) -> int:
