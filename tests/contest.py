@@ -7,7 +7,6 @@ from gradfilter.profiler import Spread
 from gradfilter.recipes.comparison import DONE, FAILED, Comparison, Entry, Run
 from gradfilter.recipes.contenders import Contender, contenders
 from gradfilter.recipes.measuring import Layer, Measured
-from gradfilter.recipes.settings import Settings
 
 MIB = 2**20
 METHODS = ["exact", "galerkin:grid=7", "gradient-filter:patch=2", "hosvd:energy=0.8"]
@@ -31,14 +30,15 @@ def comparison(
     found = [c for c in contenders(methods, list(depths)) if c.name in numbers]
     about = {
         "model": "mobilenet_v2",
+        "size": 64,
+        "weights": "none (random)",
         "data": "photos",
         "task": "classification",
         "classes": 3,
         "train_pictures": 900,
         "test_pictures": 200,
         "seeds": [0, 1, 2],
-        "settings": {k: v for k, v in Settings(size=64).as_dict().items() if k in ("size", "lr")}
-        | {"epochs": 2, "steps": None},
+        "settings": {"epochs": 2, "steps": None, "lr": 0.05},
         "date": "2026-01-01",
     }
     entries = [entry(c, *numbers[c.name]) for c in found]

@@ -97,7 +97,7 @@ class Comparing:
         """Measure, then train what is not trained yet."""
         self.data, _ = training.opened(self.settings)
         try:
-            self.measured, self.inference = self._measure(world, pictures)
+            self._measure(world, pictures)
             self._train()
         except KeyboardInterrupt:
             told = f"stopped; what is done is in {self.out}: the same command goes on"
@@ -141,27 +141,38 @@ class Comparing:
     def _metric(self) -> str:
         return TASKS[self.data.task].headline
 
-    def _measure(self, world: World, pictures: int | None) -> tuple[dict[str, Measured], Spread]:
+    def _measure(self, world: World, pictures: int | None) -> None:
         """Costs of all contenders: those of an earlier call, where it measured the same ones."""
         on_cpu, batch = world.device.type == "cpu", self.settings.batch
         count = pictures or (min(batch, measuring.PICTURES) if on_cpu else batch)
         names = [c.name for c in self.contenders]
         path = self.out / MEASURED
-        if path.is_file() and (found := _read_measured(path, names, count)):
-            return found
-        self.screen.say(f"measuring a step of {len(names)} contenders")
+        found = documents.read(path) if path.is_file() else None
+        if not found or found["asked"] != count or not set(names) <= set(found["contenders"]):
+            found = {"asked": count, **self._fresh(world, count)}
+            write(path, json.dumps(found).encode())
+        self.measured = {name: _measured(found["contenders"][name]) for name in names}
+        self.inference, self.machine = Spread(**found["inference"]), found["machine"]
+        self.network = found["network"]
+
+    def _fresh(self, world: World, count: int) -> dict:
+        """Everything measured now, as it is saved."""
+        self.screen.say(f"measuring a step of {len(self.contenders)} contenders")
         trainers = {}
-        steps = len(names) + measuring.total(len(names))
+        steps = len(self.contenders) + measuring.total(len(self.contenders))
         with self.screen.bar("measuring", steps) as advance:
             for contender in self.contenders:
                 trainers[contender.name] = self._trainer(contender, world)
                 advance()
             self._begin()
             found, inference = measuring.measure(trainers, self.data.train, count, advance)
-        content = {"asked": count, "inference": asdict(inference)}
-        content |= {"contenders": {name: asdict(m) for name, m in found.items()}}
-        write(path, json.dumps(content).encode())
-        return found, inference
+        first = next(iter(trainers.values()))
+        return {
+            "machine": _machine(),
+            "network": {"size": first.size, "weights": first.network.weights},
+            "inference": asdict(inference),
+            "contenders": {name: asdict(m) for name, m in found.items()},
+        }
 
     def _trainer(self, contender: Contender, world: World) -> Trainer:
         data, settings = self.data, contender.settings(self.settings, self.seeds[0])
@@ -183,11 +194,8 @@ class Comparing:
             Entry(c, self.measured[c.name], [self._found(c, seed) for seed in self.seeds], metric)
             for c in self.contenders
         ]
-        machine = environment.about()
-        library = Path(str(machine["kernels, cpu"]))
-        if library.is_file():
-            machine["kernels, cpu"] = library.name  # where it lies is no one's concern
-        return Comparison(self._about(), metric, entries, self.inference, machine, self._command())
+        parts = (self._about(), metric, entries, self.inference, self.machine, self._command())
+        return Comparison(*parts)
 
     def _found(self, contender: Contender, seed: int) -> comparison.Run:
         """A run as its folder tells it."""
@@ -207,6 +215,7 @@ class Comparing:
         s, data = self.settings, self.data
         return {
             "model": s.model,
+            **self.network,
             "data": data.name,
             "task": data.task,
             "classes": len(data.classes),
@@ -283,13 +292,11 @@ def _default(name: str):
     return next(f.default for f in fields(Settings) if f.name == name)
 
 
-def _read_measured(path: Path, names: list[str], count: int):
-    """What an earlier call measured, if it was all of this at once."""
-    content = documents.read(path)
-    if content["asked"] != count or not set(names) <= set(content["contenders"]):
-        return None
-    found = {name: _measured(content["contenders"][name]) for name in names}
-    return found, Spread(**content["inference"])
+def _machine() -> dict[str, object]:
+    """What the times depend on; where a library lies is no one's concern."""
+    found = environment.about()
+    library = Path(str(found["kernels, cpu"]))
+    return found | ({"kernels, cpu": library.name} if library.is_file() else {})
 
 
 def _measured(saved: dict) -> Measured:

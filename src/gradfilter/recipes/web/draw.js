@@ -94,7 +94,7 @@ function axes({ svg, frame }, x, y, { xTitle, yTitle, yText = tickText, xText = 
     svg.append(draw("line", { class: "grid", x1: frame.left, x2: frame.right, y1: at, y2: at }));
     svg.append(draw("text", { x: frame.left - 6, y: at + 4, "text-anchor": "end" }, yText(tick)));
   }
-  for (const tick of xTicks || x.ticks(Math.max(3, Math.floor(wide / 75)))) {
+  for (const tick of xTicks || x.ticks(Math.max(3, Math.floor(wide / 65)))) {
     const at = x(tick);
     svg.append(draw("line", { class: "grid", x1: at, x2: at, y1: frame.top, y2: frame.bottom }));
     svg.append(draw("text", { x: at, y: frame.bottom + 16, "text-anchor": "middle" }, xText(tick)));

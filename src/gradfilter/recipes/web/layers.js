@@ -28,6 +28,8 @@ function drawLayers() {
   fillLayers(e);
 }
 
+const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}.`;
+
 function layersNote(e) {
   const exact = exactAt(e);
   const ghost = exact && exact !== e ? ` The outline is ${label(exact)}.` : "";
@@ -36,7 +38,7 @@ function layersNote(e) {
   if (state.quantity === "backward_macs")
     return `Multiply-adds of the backward pass as counted layer by layer, in millions for ${e.measured.pictures} pictures.${ghost}`;
   if (!judged(e)) return "All gradients of this contender are exact: there is nothing to compare.";
-  return `Gradients of ${e.measured.judged} training pictures against the exact ones, before training. Filled: of the weight; hollow: of the input, pixel by pixel. All weights together: cosine ${short(e.measured.gradient.cosine)}. ${e.measured.notes.join(". ")}`;
+  return `Gradients of ${e.measured.judged} training pictures against the exact ones, before training. Filled: of the weight; hollow: of the input, pixel by pixel. All weights together: cosine ${short(e.measured.gradient.cosine)}. ${e.measured.notes.map(sentence).join(" ")}`;
 }
 
 function layerAxis({ frame }, count) {

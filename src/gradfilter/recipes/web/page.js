@@ -12,9 +12,9 @@ function head() {
   if (counts.failed) runs.push(`${counts.failed} failed`);
   place("facts").textContent = [
     runs.join(", "), plural(about.seeds.length, "seed"), `${length} each`,
-    s.size ? `${s.size} px` : null, `${about.train_pictures.toLocaleString("en")} pictures to train on`,
+    `${about.size} px`, `weights: ${about.weights}`, `${about.train_pictures.toLocaleString("en")} pictures to train on`,
     `${about.test_pictures.toLocaleString("en")} to test`, about.date,
-  ].filter(Boolean).join(" · ");
+  ].join(" · ");
 }
 
 function answer() {
@@ -46,25 +46,40 @@ function caveat() {
 }
 
 function cards() {
+  place("cards-head").textContent = numbers.verdicts.length ? `Cheapest within ${numbers.verdicts[0].near}` : "";
   place("cards").replaceChildren(...numbers.verdicts.map((v) => {
     const e = byName[v.entry], cost = costOf(v.cost);
     const same = e === reference;
     return make("button", {
-      type: "button", style: tint(e), "data-cost": v.cost, "aria-pressed": String(state.cost === v.cost),
-      onclick: () => { state.cost = v.cost; state.chosen = v.entry; update(); place("pareto").scrollIntoView({ block: "nearest" }); },
+      type: "button", style: tint(e), "data-key": v.cost, "aria-pressed": String(state.cost === v.cost),
+      onclick: () => { state.cost = v.cost; state.chosen = v.entry; update(); focusOn("cards", v.cost); },
     },
-    make("small", {}, `Least ${cost.title} within ${v.near}`), make("strong", {}, amount(e, cost)), make("span", {}, label(e)),
+    make("small", {}, `Least ${cost.title}`), make("strong", {}, amount(e, cost)), make("span", {}, label(e)),
     make("small", {}, same ? "the reference itself: nothing cheaper is as good"
       : `${short(v.saving)}× less than ${label(reference)}; ${points(v.difference)}, noise ${(100 * v.noise).toFixed(1)}`));
   }));
 }
 
+// What the dotted line stands for.
+function key() {
+  place("reference").hidden = !reference;
+  if (reference) place("reference").append(`the best exact contender: ${label(reference)}`);
+}
+
 function failures() {
-  const failed = entries.flatMap((e) => e.runs.filter((r) => r.status === "failed").map((r) => [e, r]));
-  if (!failed.length) return;
+  const found = new Map(); // contender and reason -> seeds
+  for (const e of entries)
+    for (const r of e.runs.filter((run) => run.status === "failed")) {
+      const key = `${label(e)}\n${r.failure}`;
+      found.set(key, [...(found.get(key) || []), r.seed]);
+    }
+  if (!found.size) return;
   place("failures").append(make("details", { open: "" },
-    make("summary", { class: "bad" }, `${plural(failed.length, "run")} failed`),
-    ...failed.map(([e, r]) => make("p", { class: "note" }, `${label(e)}, seed ${r.seed}: ${r.failure}`))));
+    make("summary", { class: "bad" }, `${plural(counts.failed, "run")} failed`),
+    ...[...found].map(([key, seeds]) => {
+      const [name, reason] = key.split("\n");
+      return make("p", { class: "note" }, `${name}, seed${seeds.length > 1 ? "s" : ""} ${seeds.join(", ")}: ${reason}`);
+    })));
 }
 
 function legend(id, list, hidden, icon) {
@@ -74,7 +89,8 @@ function legend(id, list, hidden, icon) {
   }, icon(name), name)));
 }
 
-const focusOn = (id, key) => [...place(id).children].find((b) => b.dataset.key === key)?.focus();
+// Buttons are drawn anew by what they do: the keyboard stays where it was.
+const focusOn = (id, key) => place(id).querySelector(`[data-key="${CSS.escape(key)}"]`)?.focus();
 const icon = (...parts) => draw("svg", { viewBox: "-8 -8 16 16", "aria-hidden": "true" }, ...parts);
 
 function legends() {
@@ -100,7 +116,7 @@ function switches() {
 const COLUMNS = [
   ["title", "method", (e) => label(e), (e) => [make("i"), label(e)]],
   ["mean", metricTitle, (e) => e.mean, (e) => score(e)],
-  ["difference", "against exact", (e) => gap(e), (e) => (known(gap(e)) ? points(gap(e)) : "–")],
+  ["difference", "against exact", (e) => gap(e), (e) => (e === reference ? "reference" : known(gap(e)) ? points(gap(e)) : "–")],
   ...numbers.costs.map((c) => [c.key, `${c.title}, ${c.unit}`, (e) => e.costs[c.key], (e) => short(e.costs[c.key])]),
   ["runs", "runs done", (e) => e.scores.length, (e) => `${e.scores.length} of ${e.runs.length}`],
 ];
@@ -125,10 +141,11 @@ function heading([key, text]) {
   const now = state.sort === key;
   return make("th", { scope: "col", "aria-sort": now ? (state.falling ? "descending" : "ascending") : null },
     make("button", {
-      type: "button", onclick: () => {
+      type: "button", "data-key": key, onclick: () => {
         state.falling = now ? !state.falling : key === "mean" || key === "difference" || key === "runs";
         state.sort = key;
         table();
+        focusOn("table", key);
       },
     }, text + (now ? (state.falling ? " ↓" : " ↑") : "")));
 }
@@ -239,6 +256,7 @@ function update() {
 head();
 answer();
 caveat();
+key();
 failures();
 made();
 theme();

@@ -94,9 +94,9 @@ function drawPareto() {
     yTitle: `${metricTitle}, %`, yText: (v) => tickText(100 * v),
   });
   drawGuides(paper, x, y, cost);
-  const line = frontier(visible.map((e) => ({ x: e.costs[cost.key], y: e.mean })))
-    .map((p) => `${x(p.x)},${Math.min(y(p.y), frame.bottom)}`).join(" ");
-  svg.append(draw("polyline", { class: "frontier", points: line }));
+  const steps = frontier(visible.map((e) => ({ x: e.costs[cost.key], y: e.mean })))
+    .map((p, k) => `${k ? "H" : "M"}${x(p.x)}${k ? "V" : ","}${Math.min(y(p.y), frame.bottom)}`);
+  svg.append(draw("path", { class: "frontier", d: steps.join("") }));
   for (const e of priced) svg.append(point(e, cost, x, y, frame, box));
 }
 
