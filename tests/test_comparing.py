@@ -94,6 +94,16 @@ def test_a_run_is_that_of_gradfilter_train(finished, photos, tmp_path, tiny_netw
     assert run["rows"][-1]["test_top1"] == recording.read_metrics(tmp_path / "run")[-1]["test_top1"]
 
 
+def test_masks_are_compared_by_their_own_metric(scenes, tmp_path, tiny_networks):
+    few = ["--methods", "exact", "galerkin:patch=2", "--last", "all"]
+    assert compare(scenes, tmp_path / "c", *few) == 0
+    found = numbers(tmp_path / "c")
+    assert found["metric"] == "miou" and found["counts"]["done"] == 4
+    noise = {e["name"]: (e["noise"], e["deviation"]) for e in found["entries"]}
+    exact, other = noise["exact-all"], noise["galerkin-patch2-all"]
+    assert other[0] == pytest.approx(2 * ((exact[1] ** 2 + other[1] ** 2) / 2) ** 0.5)
+
+
 def test_costs_are_those_of_the_instruments(finished, photos):
     entry = next(e for e in numbers(finished)["entries"] if e["name"] == "exact-last2")
     trained = tiny.build("still", 3).model

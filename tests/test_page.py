@@ -304,6 +304,16 @@ def test_every_control_has_a_name(comparison_page):
     assert page.run("return document.documentElement.lang") == "en"
 
 
+def test_one_seed_claims_no_noise(comparison_page, tmp_path):
+    numbers = {name: (s[:1], *costs) for name, (s, *costs) in contest.NUMBERS.items()}
+    path = tmp_path / "one.html"
+    path.write_text(page.render(contest.comparison(numbers).to_dict()))
+    one = Page(comparison_page.window, path).open()
+    assert "within 1 point of exact" in one.find("#answer").text
+    assert "Use several seeds" in one.find("#caveat").text
+    assert "within noise" not in one.find("main").text
+
+
 def test_a_comparison_that_has_just_begun(comparison_page, tmp_path):
     from dataclasses import replace
 

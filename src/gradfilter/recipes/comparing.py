@@ -36,16 +36,16 @@ FREE = ("root", "download", "device", "workers", "save_every", "tensorboard", *o
 
 
 class Hushed:
-    """The bars of a run on another screen, without its lines."""
+    """The bars of a run on another screen, under its name, without its lines."""
 
-    def __init__(self, screen: Screen):
-        self.screen = screen
+    def __init__(self, screen: Screen, name: str):
+        self.screen, self.name = screen, name
 
     def say(self, text: str) -> None:
         pass
 
     def bar(self, text: str, total: int, done: int = 0) -> AbstractContextManager:
-        return self.screen.bar(text, total, done)
+        return self.screen.bar(f"{self.name}: {text}", total, done)
 
 
 def compare(
@@ -120,10 +120,11 @@ class Comparing:
     def _run(self, contender: Contender, seed: int) -> str:
         """Train one run, or go on with it; what it came to, in a line."""
         folder, failed, seconds = self._folder(contender, seed), None, None
+        name = f"{contender.title}, {contender.depth}, seed {seed}"
         settings = contender.settings(self.settings, seed).changed(out=str(folder))
         resume = (folder / recording.CONFIG).is_file()
         try:
-            result = training.train(settings, resume=resume, screen=Hushed(self.screen))
+            result = training.train(settings, resume=resume, screen=Hushed(self.screen, name))
             seconds, told = result.seconds, f"{result.headline} {self._end(folder):.1%}"
         except (Diverged, RuntimeError, MemoryError) as error:
             failed = str(error).strip().partition("\n")[0].partition(": go on with")[0]
@@ -133,7 +134,7 @@ class Comparing:
         outcome = {"seconds": seconds, "failed": failed}
         write(folder / OUTCOME, json.dumps(outcome).encode())
         spent = f" in {seconds:.0f} s" if seconds is not None else ""
-        return f"{contender.title}, {contender.depth}, seed {seed}: {told}{spent}"
+        return f"{name}: {told}{spent}"
 
     def _end(self, folder: Path) -> float:
         return recording.read_metrics(folder)[-1][f"test_{self._metric()}"]

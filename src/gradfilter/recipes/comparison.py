@@ -104,6 +104,7 @@ class Verdict:
     entry: Entry
     reference: Entry
     noise: float
+    near: str  # what the claim is, see `Comparison.near`
 
     @property
     def difference(self) -> float:
@@ -115,12 +116,6 @@ class Verdict:
         """How many times the reference costs as much."""
         ours, theirs = (self.cost.of(e.measured) for e in (self.entry, self.reference))
         return theirs / ours if ours else None
-
-    @property
-    def near(self) -> str:
-        """What is claimed: one seed shows no noise."""
-        one = min(len(self.entry.scores), len(self.reference.scores)) < 2
-        return f"{100 * ONE_SEED:g} point of exact" if one else "noise of exact"
 
     def __str__(self) -> str:
         start, unit = f"least {self.cost.title} within {self.near}:", self.cost.unit
@@ -156,14 +151,21 @@ class Comparison:
     def noise(self, entry: Entry) -> float:
         """How far below the reference a mean may be and still pass for equal.
 
-        Two standard errors of the difference of the means, and no less than one test picture;
-        with one seed nothing shows the noise, and it is a point.
+        Two standard errors of the difference of the means, and for a share of the test pictures
+        no less than one of them; with one seed nothing shows the noise, and it is a point.
         """
         pair = (entry, self.reference)
         if any(e.deviation is None for e in pair):
             return ONE_SEED
         error = math.sqrt(sum(e.deviation**2 / len(e.scores) for e in pair))
-        return max(ERRORS * error, 1 / self.about["test_pictures"])
+        shares = self.about["task"] == "classification"
+        return max(ERRORS * error, 1 / self.about["test_pictures"] if shares else 0.0)
+
+    @property
+    def near(self) -> str:
+        """What a contender within noise is within: one seed shows no noise."""
+        one = len(self.about["seeds"]) < 2
+        return f"{100 * ONE_SEED:g} point of exact" if one else "noise of exact"
 
     def within_noise(self, entry: Entry) -> bool:
         reference = self.reference
@@ -177,7 +179,7 @@ class Comparison:
         if not near:
             return None
         best = min(near, key=lambda e: cost.of(e.measured))
-        return Verdict(cost, best, self.reference, self.noise(best))
+        return Verdict(cost, best, self.reference, self.noise(best), self.near)
 
     @property
     def verdicts(self) -> list[Verdict]:
@@ -188,7 +190,7 @@ class Comparison:
 
     def to_dict(self) -> dict:
         """Everything, as dicts, lists and values that JSON has."""
-        own = ("about", "metric", "inference", "environment", "command", "notes")
+        own = ("about", "metric", "near", "inference", "environment", "command", "notes")
         return tables.plain(
             {key: getattr(self, key) for key in own}
             | {
@@ -210,7 +212,7 @@ class Comparison:
         rows = [("method", "layers", f"{self.metric} %", "runs", *(_head(c) for c in COSTS), "")]
         for e in self.entries:
             costs = (_cell(c.of(e.measured)) for c in COSTS)
-            near = "within noise" if self.within_noise(e) else ""
+            near = f"within {self.near}" if self.within_noise(e) else ""
             c = e.contender
             rows.append((c.title, c.depth, _score(e), _runs(e), *costs, near))
         lines = [tables.aligned(rows, left=2)]
@@ -271,7 +273,6 @@ def _told(v: Verdict) -> dict:
         "difference": v.difference,
         "noise": v.noise,
         "saving": v.saving,
-        "near": v.near,
         "text": str(v),
     }
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 WEB = Path(__file__).parent / "web"
 # in this order: each uses what those before it define
-SCRIPTS = ("draw.js", "pareto.js", "curves.js", "layers.js", "page.js")
+SCRIPTS = (
+    "draw.js", "pareto.js", "curves.js", "layers.js", "answer.js", "made.js", "page.js"
+)  # fmt: skip
 
 
 def render(content: dict) -> str:

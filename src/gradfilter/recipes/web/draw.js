@@ -29,8 +29,13 @@ function short(value) {
   if (!known(value)) return "–";
   const size = Math.abs(value);
   if (size >= 1000) return Math.round(value).toLocaleString("en");
-  return size >= 100 ? value.toFixed(0) : size >= 10 ? value.toFixed(1)
-    : size >= 1 || size === 0 ? value.toFixed(2) : value.toPrecision(2);
+  return size >= 100
+    ? value.toFixed(0)
+    : size >= 10
+      ? value.toFixed(1)
+      : size >= 1 || size === 0
+        ? value.toFixed(2)
+        : value.toPrecision(2);
 }
 
 const percent = (share) => (known(share) ? `${(100 * share).toFixed(1)}%` : "–");
@@ -56,7 +61,8 @@ function evenTicks(low, high, count) {
   const power = 10 ** Math.floor(Math.log10(raw || 1));
   const step = [1, 2, 5, 10].map((k) => k * power).find((s) => s >= raw) || power;
   const found = [];
-  for (let k = Math.ceil(low / step - 1e-9); k * step <= high * (1 + 1e-9); k++) found.push(k * step);
+  for (let k = Math.ceil(low / step - 1e-9); k * step <= high * (1 + 1e-9); k++)
+    found.push(k * step);
   return found;
 }
 
@@ -73,20 +79,35 @@ function logTicks(low, high, count) {
   return evenTicks(low, high, count);
 }
 
-const tickText = (v) => minus(Number(v.toPrecision(3)).toLocaleString("en", { maximumSignificantDigits: 3 }));
+const tickText = (v) =>
+  minus(Number(v.toPrecision(3)).toLocaleString("en", { maximumSignificantDigits: 3 }));
 
 // An empty plot as wide as its place: the svg, and the frame that is left for the data.
 function canvas(host, label, { height = 0.5, least = 280, most = 420, left = 46 } = {}) {
-  const width = Math.max(260, host.clientWidth - parseFloat(getComputedStyle(host).paddingLeft) * 2);
+  const width = Math.max(
+    260,
+    host.clientWidth - parseFloat(getComputedStyle(host).paddingLeft) * 2,
+  );
   const tall = Math.round(Math.min(most, Math.max(least, width * height)));
-  const svg = draw("svg", { viewBox: `0 0 ${width} ${tall}`, width, height: tall, role: "group", "aria-label": label });
+  const svg = draw("svg", {
+    viewBox: `0 0 ${width} ${tall}`,
+    width,
+    height: tall,
+    role: "group",
+    "aria-label": label,
+  });
   host.querySelector(":scope > svg")?.remove();
   host.prepend(svg);
   const frame = { left, right: width - 14, top: 14, bottom: tall - 42 };
   return { svg, frame, width, tall };
 }
 
-function axes({ svg, frame }, x, y, { xTitle, yTitle, yText = tickText, xText = tickText, xTicks = null }) {
+function axes(
+  { svg, frame },
+  x,
+  y,
+  { xTitle, yTitle, yText = tickText, xText = tickText, xTicks = null },
+) {
   const wide = frame.right - frame.left;
   for (const tick of y.ticks(6)) {
     const at = y(tick);
@@ -99,8 +120,22 @@ function axes({ svg, frame }, x, y, { xTitle, yTitle, yText = tickText, xText = 
     svg.append(draw("line", { class: "grid", x1: at, x2: at, y1: frame.top, y2: frame.bottom }));
     svg.append(draw("text", { x: at, y: frame.bottom + 16, "text-anchor": "middle" }, xText(tick)));
   }
-  svg.append(draw("line", { class: "axis", x1: frame.left, x2: frame.right, y1: frame.bottom, y2: frame.bottom }));
-  svg.append(draw("text", { class: "name", x: frame.right, y: frame.bottom + 34, "text-anchor": "end" }, xTitle));
+  svg.append(
+    draw("line", {
+      class: "axis",
+      x1: frame.left,
+      x2: frame.right,
+      y1: frame.bottom,
+      y2: frame.bottom,
+    }),
+  );
+  svg.append(
+    draw(
+      "text",
+      { class: "name", x: frame.right, y: frame.bottom + 34, "text-anchor": "end" },
+      xTitle,
+    ),
+  );
   svg.append(draw("text", { class: "name", x: frame.left + 6, y: frame.top + 10 }, yTitle));
 }
 
@@ -111,7 +146,8 @@ const SHAPES = [
   (r) => `M0,${-1.2 * r}L${1.15 * r},${0.9 * r}H${-1.15 * r}z`,
   (r) => `M0,${-1.3 * r}L${1.3 * r},0L0,${1.3 * r}L${-1.3 * r},0z`,
   (r) => `M0,${1.2 * r}L${1.15 * r},${-0.9 * r}H${-1.15 * r}z`,
-  (r) => `M${-0.4 * r},${-1.2 * r}h${0.8 * r}v${0.8 * r}h${0.8 * r}v${0.8 * r}h${-0.8 * r}v${0.8 * r}h${-0.8 * r}v${-0.8 * r}h${-0.8 * r}v${-0.8 * r}h${0.8 * r}z`,
+  (r) =>
+    `M${-0.4 * r},${-1.2 * r}h${0.8 * r}v${0.8 * r}h${0.8 * r}v${0.8 * r}h${-0.8 * r}v${0.8 * r}h${-0.8 * r}v${-0.8 * r}h${-0.8 * r}v${-0.8 * r}h${0.8 * r}z`,
 ];
 const DASHES = ["", "7 4", "2 3", "10 3 2 3", "4 2", "1 5"];
 
@@ -140,8 +176,13 @@ function tip(host) {
 }
 
 const row = (colour, name, value) =>
-  make("div", { class: "row", style: colour && `--c: var(${colour})` },
-    colour ? make("i") : null, make("span", {}, name), make("b", {}, value));
+  make(
+    "div",
+    { class: "row", style: colour && `--c: var(${colour})` },
+    colour ? make("i") : null,
+    make("span", {}, name),
+    make("b", {}, value),
+  );
 
 // Moves along a plot by pointer or arrow keys, from one of `xs` (pixels) to the next.
 function scrub({ svg, frame }, xs, label, show, leave) {
@@ -156,9 +197,18 @@ function scrub({ svg, frame }, xs, label, show, leave) {
     go(xs.reduce((best, x, k) => (Math.abs(x - at) < Math.abs(xs[best] - at) ? k : best), 0));
   };
   const area = draw("rect", {
-    x: frame.left, y: frame.top, width: frame.right - frame.left, height: frame.bottom - frame.top,
-    fill: "transparent", tabindex: 0, role: "img", "aria-label": `${label}. Arrow keys move along it.`,
-    onpointermove: nearest, onpointerdown: nearest, onpointerleave: leave, onblur: leave,
+    x: frame.left,
+    y: frame.top,
+    width: frame.right - frame.left,
+    height: frame.bottom - frame.top,
+    fill: "transparent",
+    tabindex: 0,
+    role: "img",
+    "aria-label": `${label}. Arrow keys move along it.`,
+    onpointermove: nearest,
+    onpointerdown: nearest,
+    onpointerleave: leave,
+    onblur: leave,
     onfocus: () => go(now < 0 ? xs.length - 1 : now),
     onkeydown: (event) => {
       const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
@@ -173,7 +223,18 @@ function scrub({ svg, frame }, xs, label, show, leave) {
 
 // Buttons of which one is pressed.
 function choice(host, options, current, choose) {
-  host.replaceChildren(...options.map(([key, text]) => make("button", {
-    type: "button", "data-key": key, "aria-pressed": String(key === current), onclick: () => choose(key),
-  }, text)));
+  host.replaceChildren(
+    ...options.map(([key, text]) =>
+      make(
+        "button",
+        {
+          type: "button",
+          "data-key": key,
+          "aria-pressed": String(key === current),
+          onclick: () => choose(key),
+        },
+        text,
+      ),
+    ),
+  );
 }

@@ -13,20 +13,32 @@ const tint = (e) => `--c: var(${colour(e)})`;
 const shapeOf = (e) => shapes.indexOf(e.depth);
 const label = (e) => `${e.title}, ${e.depth}`;
 const costOf = (key) => numbers.costs.find((c) => c.key === key);
-const score = (e) => percent(e.mean) + (known(e.deviation) ? ` ± ${(100 * e.deviation).toFixed(1)}` : "");
-const amount = (e, cost) => (known(e.costs[cost.key]) ? `${short(e.costs[cost.key])} ${cost.unit}` : "not measured");
+const score = (e) =>
+  percent(e.mean) + (known(e.deviation) ? ` ± ${(100 * e.deviation).toFixed(1)}` : "");
+const amount = (e, cost) =>
+  known(e.costs[cost.key]) ? `${short(e.costs[cost.key])} ${cost.unit}` : "not measured";
 
 // Where some contenders fail to learn, the others are told apart only without them.
 const NEAR = 0.1; // below exact
 const scores = entries.map((e) => e.mean).filter(known);
-const apart = reference && reference.mean - Math.min(...scores) > 2 * NEAR && scores.filter((v) => v > reference.mean - NEAR).length > 2;
+const apart =
+  reference &&
+  reference.mean - Math.min(...scores) > 2 * NEAR &&
+  scores.filter((v) => v > reference.mean - NEAR).length > 2;
 
 const state = {
-  cost: "kept_bytes", zoom: apart ? "near" : "all", log: true, chosen: null,
-  hiddenTitles: new Set(), hiddenDepths: new Set(),
-  measure: `test_${numbers.metric}`, time: "epoch",
-  entry: (entries.find((e) => !e.exact) || entries[0]).name, quantity: "kept_bytes",
-  sort: "mean", falling: true,
+  cost: "kept_bytes",
+  zoom: apart ? "near" : "all",
+  log: true,
+  chosen: null,
+  hiddenTitles: new Set(),
+  hiddenDepths: new Set(),
+  measure: `test_${numbers.metric}`,
+  time: "epoch",
+  entry: (entries.find((e) => !e.exact) || entries[0]).name,
+  quantity: "kept_bytes",
+  sort: "mean",
+  falling: true,
 };
 const shown = (e) => !state.hiddenTitles.has(e.title) && !state.hiddenDepths.has(e.depth);
 
@@ -40,9 +52,9 @@ function frontier(found) {
 
 function scoreRange(visible) {
   const ends = visible.flatMap((e) => [e.mean - (e.deviation || 0), e.mean + (e.deviation || 0)]);
-  let low = Math.min(...ends), high = Math.max(...ends);
-  if (state.zoom === "near" && reference)
-    low = Math.max(low, reference.mean - NEAR);
+  let low = Math.min(...ends),
+    high = Math.max(...ends);
+  if (state.zoom === "near" && reference) low = Math.max(low, reference.mean - NEAR);
   const pad = Math.max(0.01, (high - low) * 0.12);
   return [Math.max(0, low - pad), Math.min(1.004, high + pad)];
 }
@@ -50,7 +62,8 @@ function scoreRange(visible) {
 function costRange(visible, cost) {
   const values = visible.map((e) => e.costs[cost.key]);
   if (cost.key === "seconds") values.push(inferenceTime());
-  const low = Math.min(...values), high = Math.max(...values);
+  const low = Math.min(...values),
+    high = Math.max(...values);
   if (state.log && low > 0) return [low / 1.25, high * 1.25];
   return [0, high * 1.08];
 }
@@ -67,23 +80,32 @@ function details(e, cost) {
   if (reference && e !== reference && known(e.mean))
     lines.push(row(null, `against ${label(reference)}`, points(e.mean - reference.mean)));
   if (known(e.mean)) lines.push(row(null, `runs done`, `${e.scores.length} of ${e.runs.length}`));
-  if (failed) lines.push(make("div", { class: "bad" }, `${failed} of ${e.runs.length} runs failed`));
+  if (failed)
+    lines.push(make("div", { class: "bad" }, `${failed} of ${e.runs.length} runs failed`));
   return lines;
 }
 
 function spoken(e, cost) {
   const told = known(e.mean) ? score(e) : "no run came to its end";
-  return `${label(e)}: ${told}, ${cost.title} ${amount(e, cost)}${e.within_noise ? ", within noise of exact" : ""}`;
+  return `${label(e)}: ${told}, ${cost.title} ${amount(e, cost)}${e.within_noise ? `, within ${numbers.near}` : ""}`;
 }
 
 function drawPareto() {
-  const host = place("pareto"), cost = costOf(state.cost), box = tip(host);
+  const host = place("pareto"),
+    cost = costOf(state.cost),
+    box = tip(host);
   box.hide();
   const priced = entries.filter((e) => shown(e) && known(e.costs[cost.key]));
   const visible = priced.filter((e) => known(e.mean));
   const paper = canvas(host, `${metricTitle} against ${cost.title}`);
   const { svg, frame } = paper;
-  if (!priced.length) return nothing(paper, entries.some(shown) ? "not measured on this machine" : "nothing is shown: choose a method and a depth");
+  if (!priced.length)
+    return nothing(
+      paper,
+      entries.some(shown)
+        ? "not measured on this machine"
+        : "nothing is shown: choose a method and a depth",
+    );
   if (!visible.length) nothing(paper, "no run is done yet");
   const [low, high] = visible.length ? scoreRange(visible) : [0, 1];
   const range = costRange(priced, cost);
@@ -91,11 +113,13 @@ function drawPareto() {
   const y = scale(low, high, frame.bottom - 8, frame.top + 16);
   axes(paper, x, y, {
     xTitle: `${cost.title}, ${cost.unit}${cost.key === "backward_macs" ? "s" : ""} of a step of ${priced[0].measured.pictures} pictures`,
-    yTitle: `${metricTitle}, %`, yText: (v) => tickText(100 * v),
+    yTitle: `${metricTitle}, %`,
+    yText: (v) => tickText(100 * v),
   });
   drawGuides(paper, x, y, cost);
-  const steps = frontier(visible.map((e) => ({ x: e.costs[cost.key], y: e.mean })))
-    .map((p, k) => `${k ? "H" : "M"}${x(p.x)}${k ? "V" : ","}${Math.min(y(p.y), frame.bottom)}`);
+  const steps = frontier(visible.map((e) => ({ x: e.costs[cost.key], y: e.mean }))).map(
+    (p, k) => `${k ? "H" : "M"}${x(p.x)}${k ? "V" : ","}${Math.min(y(p.y), frame.bottom)}`,
+  );
   svg.append(draw("path", { class: "frontier", d: steps.join("") }));
   for (const e of priced) svg.append(point(e, cost, x, y, frame, box));
 }
@@ -107,7 +131,9 @@ function nothing({ svg, width, tall }, text) {
 function drawGuides({ svg, frame }, x, y, cost) {
   if (reference && shown(reference)) {
     const at = y(reference.mean);
-    svg.append(draw("line", { class: "reference", x1: frame.left, x2: frame.right, y1: at, y2: at }));
+    svg.append(
+      draw("line", { class: "reference", x1: frame.left, x2: frame.right, y1: at, y2: at }),
+    );
   }
   if (cost.key !== "seconds") return;
   const at = x(inferenceTime());
@@ -118,15 +144,28 @@ function drawGuides({ svg, frame }, x, y, cost) {
 function point(e, cost, x, y, frame, box) {
   const failed = !known(e.mean);
   const below = !failed && e.mean < y.low;
-  const px = x(e.costs[cost.key]), py = failed || below ? frame.bottom - 4 : y(e.mean);
+  const px = x(e.costs[cost.key]),
+    py = failed || below ? frame.bottom - 4 : y(e.mean);
   const show = () => box.show(details(e, cost), px, py);
   const group = draw("g", {
-    class: "point", style: tint(e), transform: `translate(${px},${py})`, tabindex: 0, role: "button",
-    "data-name": e.name, "aria-label": spoken(e, cost), "aria-pressed": String(state.chosen === e.name),
-    onpointerenter: show, onpointerleave: box.hide, onfocus: show, onblur: box.hide,
+    class: "point",
+    style: tint(e),
+    transform: `translate(${px},${py})`,
+    tabindex: 0,
+    role: "button",
+    "data-name": e.name,
+    "aria-label": spoken(e, cost),
+    "aria-pressed": String(state.chosen === e.name),
+    onpointerenter: show,
+    onpointerleave: box.hide,
+    onfocus: show,
+    onblur: box.hide,
     onclick: () => choose(e.name),
     onkeydown: (event) => {
-      if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(e.name); }
+      if (event.key === "Enter" || event.key === " ") {
+        event.preventDefault();
+        choose(e.name);
+      }
       if (event.key === "Escape") box.hide();
     },
   });
