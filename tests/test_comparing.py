@@ -17,7 +17,7 @@ import tiny  # noqa: E402
 
 import gradfilter as gf  # noqa: E402
 from gradfilter import cli  # noqa: E402
-from gradfilter.recipes import comparing, recording  # noqa: E402
+from gradfilter.recipes import comparing, models, recording, training  # noqa: E402
 from gradfilter.recipes.trainer import Trainer  # noqa: E402
 
 RUNS = 8  # of QUICK: two methods, two depths, two seeds
@@ -59,16 +59,14 @@ def steps(monkeypatch):
 
 @pytest.fixture(scope="module")
 def finished(photos, tmp_path_factory):
-    """A comparison that went through."""
-    from _pytest.monkeypatch import MonkeyPatch
-
-    from gradfilter.recipes import models, training
-
-    out = tmp_path_factory.mktemp("compare") / "comparison"
-    with MonkeyPatch.context() as patch:
+    """A comparison that went through, with the networks of `tiny_networks`."""
+    out, threads = tmp_path_factory.mktemp("compare") / "comparison", torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models, "build", tiny.build)
         patch.setattr(training.Run, "_draw", lambda run, headline: None)
         assert compare(photos, out) == 0
+    torch.set_num_threads(threads)
     return out
 
 

@@ -17,7 +17,7 @@ function head() {
     plural(seeds, "seed"),
     `${length} each`,
     `${about.size} px`,
-    `weights: ${about.weights}`,
+    `weights: ${about.weights.split("/").pop()}`, // of a file, its name
     `${about.train_pictures.toLocaleString("en")} pictures to train on`,
     `${about.test_pictures.toLocaleString("en")} to test`,
     about.date,
