@@ -28,7 +28,7 @@ def draw(found: Comparison, path: str | Path) -> None:
 
 def _panel(found: Comparison, panel, cost: Cost) -> None:
     titles = list(dict.fromkeys(e.contender.title for e in found.entries if not e.contender.exact))
-    depths = list(dict.fromkeys(e.contender.depth for e in found.entries))
+    depths = list(dict.fromkeys(["all layers", *(e.contender.depth for e in found.entries)]))
     points = []
     for e in found.entries:
         x = cost.of(e.measured)
@@ -38,13 +38,23 @@ def _panel(found: Comparison, panel, cost: Cost) -> None:
         colour = "black" if c.exact else COLOURS[titles.index(c.title) % len(COLOURS)]
         shape = SHAPES[depths.index(c.depth) % len(SHAPES)]
         points.append((x, 100 * e.mean))
-        panel.errorbar(
-            x, 100 * e.mean, 100 * (e.deviation or 0), fmt=shape, color=colour, ms=6, label=e.label
-        )
+        look = {"fmt": shape, "color": colour, "ms": 6, "capsize": 3, "label": e.label}
+        panel.errorbar(x, 100 * e.mean, 100 * (e.deviation or 0), **look)
     line = frontier(points)
-    panel.plot([x for x, _ in line], [y for _, y in line], color="0.6", lw=1, zorder=0)
+    look = {"color": "0.6", "lw": 1, "zorder": 0, "drawstyle": "steps-post"}
+    panel.plot([x for x, _ in line], [y for _, y in line], **look)
     if points and min(x for x, _ in points) > 0:
-        panel.set_xscale("log")
+        _logarithmic(panel)
     panel.set_xlabel(f"{cost.title}, {cost.unit}")
     panel.grid(alpha=0.3)
     panel.spines[["top", "right"]].set_visible(False)
+
+
+def _logarithmic(panel) -> None:
+    """A logarithmic axis with few, plainly written numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    panel.set_xscale("log")
+    panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    panel.xaxis.set_minor_formatter(NullFormatter())

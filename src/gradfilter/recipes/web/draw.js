@@ -158,7 +158,7 @@ function shape(k, r, attributes = {}) {
 // The box with details: one a plot, kept inside it.
 function tip(host) {
   let box = host.querySelector(":scope > .tip");
-  if (!box) host.append((box = make("div", { class: "tip", hidden: "" })));
+  if (!box) host.append((box = make("div", { class: "tip", role: "status", hidden: "" })));
   return {
     show(content, x, y) {
       box.replaceChildren(...content);
