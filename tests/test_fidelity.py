@@ -10,8 +10,9 @@ from cases import METHODS, small_cnn
 from torch import nn
 
 import gradfilter as gf
-from gradfilter import cli, cli_measure
+from gradfilter import cli
 from gradfilter.fidelity import Match, Sums, Trend, dc_share
+from gradfilter.recipes import models
 
 EQUAL = Match(1.0, math.inf, 1.0)
 
@@ -332,9 +333,9 @@ def test_the_command(kind, request, tiny_networks, tmp_path, capsys):
 
 def test_an_output_layer_of_zeros_is_woken():
     model = small_cnn()
-    assert not cli_measure.wake_head(model)
+    assert not models.wake_head(model)
     nn.init.zeros_(model[11].weight)
-    assert cli_measure.wake_head(model) and model[11].weight.any()
+    assert models.wake_head(model) and model[11].weight.any()
 
 
 def test_the_command_refuses_in_one_line(photos, tmp_path, capsys):

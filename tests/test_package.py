@@ -72,6 +72,7 @@ def test_wheel_installs_and_runs_in_an_empty_environment(tmp_path):
     run(*pip, "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     assert (site / "gradfilter" / "py.typed").exists()
+    assert (site / "gradfilter" / "recipes" / "web" / "page.html").exists()
     # torch comes from the environment that the tests run in, gradfilter does not
     (site / "torch.pth").write_text(f"{Path(torch.__file__).parent.parent}\n")
     code = "import gradfilter; print(gradfilter.__file__, gradfilter.__version__)"

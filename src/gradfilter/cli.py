@@ -12,7 +12,7 @@ import importlib
 import sys
 from contextlib import contextmanager
 from dataclasses import fields
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 
 
@@ -44,25 +44,9 @@ def demo_arguments(parser: argparse.ArgumentParser) -> None:
 
 def info(args: argparse.Namespace) -> None:
     """print versions, threads, devices and which kernels are in use"""
-    import platform
+    from gradfilter import environment
 
-    import torch
-
-    import gradfilter
-    from gradfilter import kernels
-
-    cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    lines = {
-        "gradfilter": gradfilter.__version__,
-        "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
-        "torch": torch.__version__,
-        **{name: version(name) for name in ("torchvision", "timm", "segmentation-models-pytorch")},
-        "threads": torch.get_num_threads(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "cuda": cuda,
-        **{f"kernels, {name}": text for name, text in kernels.status().items()},
-    }
-    for name, value in lines.items():
+    for name, value in environment.about().items():
         print(f"{name:<28} {value}")
 
 
@@ -128,14 +112,21 @@ def run_training(args: argparse.Namespace, **defaults) -> None:
 
 def train_arguments(parser: argparse.ArgumentParser) -> None:
     """One option for every setting; one that is not given leaves its default to the settings."""
-    parser.argument_default = argparse.SUPPRESS
     parser.add_argument(
         "--config", type=Path, default=None, metavar="FILE", help="YAML or JSON file of any options"
     )
     parser.add_argument(
         "--resume", nargs="?", const="", default=None, metavar="RUN", help="go on with a run"
     )
+    setting_arguments(parser)
+
+
+def setting_arguments(parser: argparse.ArgumentParser, without: tuple[str, ...] = ()) -> None:
+    """An option for each setting but those."""
+    parser.argument_default = argparse.SUPPRESS
     for f in fields(sibling("recipes.settings").Settings):
+        if f.name in without:
+            continue
         about, name = f.metadata, "--" + f.name.replace("_", "-")
         told = "" if f.default in (None, "") else f" (default: {f.default})"
         if isinstance(f.default, bool):
@@ -206,7 +197,7 @@ def sibling(name: str):
     return module
 
 
-cli_measure = sibling("cli_measure")
+cli_compare, cli_measure = sibling("cli_compare"), sibling("cli_measure")
 COMMANDS = {
     "train": (train, train_arguments),
     "pretrain": (pretrain, train_arguments),
@@ -217,6 +208,7 @@ COMMANDS = {
     "cost": (cost, cost_arguments),
     "profile": (cli_measure.profile, cli_measure.profile_arguments),
     "fidelity": (cli_measure.fidelity, cli_measure.fidelity_arguments),
+    "compare": (cli_compare.compare, cli_compare.compare_arguments),
 }
 
 
@@ -252,7 +244,9 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> Parser:
     top = Parser("gradfilter", description="Train convolutional networks on small devices.")
-    top.add_argument("--version", action="version", version=version("gradfilter"))
+    top.add_argument(
+        "--version", action="version", version=sibling("environment").version("gradfilter")
+    )
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (run, arguments) in COMMANDS.items():
         command = commands.add_parser(
@@ -328,10 +322,3 @@ def checked(kind):
             raise argparse.ArgumentTypeError(str(error)) from error
 
     return convert
-
-
-def version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "not installed"

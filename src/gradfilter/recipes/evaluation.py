@@ -12,7 +12,7 @@ from gradfilter.recipes.datasets import Data, decode, open_data
 from gradfilter.recipes.loading import per_epoch
 from gradfilter.recipes.parallel import World
 from gradfilter.recipes.screen import Screen
-from gradfilter.recipes.settings import Settings
+from gradfilter.recipes.settings import KNOBS, Settings
 from gradfilter.recipes.trainer import Trainer
 from gradfilter.recipes.training import SAMPLES
 
@@ -77,7 +77,7 @@ def load(out: Path, which: str, world: World) -> tuple[Trainer, dict]:
         last=None,
         engine="layer",
         cache_features=False,
-        **dict.fromkeys(("patch", "grid", "bases", "energy", "rank", "bits")),
+        **dict.fromkeys(KNOBS),
     )
     trainer = Trainer(
         settings, found["task"], tuple(found["classes"]), ignore=found["ignore"], world=world

@@ -71,6 +71,18 @@ def write_metrics(folder: Path, rows: list[Row]) -> None:
     write(folder / METRICS, text.getvalue().encode())
 
 
+def read_metrics(folder: Path) -> list[Row]:
+    """The rows that `write_metrics` wrote; none where there is no such file."""
+    try:
+        text = (folder / METRICS).read_text()
+    except FileNotFoundError:
+        return []
+    return [
+        {name: float(value) if value else math.nan for name, value in row.items()}
+        for row in csv.DictReader(io.StringIO(text))
+    ]
+
+
 def draw_curves(folder: Path, rows: list[Row], headline: str) -> Path:
     """Losses, and the number that counts, over the epochs."""
     from matplotlib.figure import Figure

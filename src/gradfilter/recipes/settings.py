@@ -12,6 +12,9 @@ from dataclasses import Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 REFERENCE_BATCH = 128  # the batch that --lr is for
+KNOBS = ("patch", "grid", "bases", "energy", "rank", "bits")  # of a method
+# what a comparison chooses for each of its runs, or has no use for
+CHOSEN = ("method", *KNOBS, "last", "plan", "seed", "out", "compare", "cache_features", "cache_dir")
 
 
 def whole(value: str | int) -> int:
@@ -204,8 +207,7 @@ class Settings:
 
     def knobs(self) -> dict[str, int | float]:
         """The method's settings that were given."""
-        names = ("patch", "grid", "bases", "energy", "rank", "bits")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        return {name: value for name in KNOBS if (value := getattr(self, name)) is not None}
 
     def as_dict(self) -> dict[str, object]:
         """Every setting as numbers, texts and lists."""

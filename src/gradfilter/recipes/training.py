@@ -33,10 +33,12 @@ class Stopped(KeyboardInterrupt):
     """Ctrl-C: the run is saved and can go on."""
 
 
-def train(settings: Settings, *, resume: bool = False, quiet: bool = False) -> Result:
+def train(
+    settings: Settings, *, resume: bool = False, quiet: bool = False, screen: Screen | None = None
+) -> Result:
     """Train as the settings say, in their folder `out`; `resume` goes on with the run there."""
     with parallel.world(settings.device) as world:
-        screen = Screen(quiet or not world.first)
+        screen = screen or Screen(quiet or not world.first)
         with deterministic(world.device, settings.deterministic):
             return Run(settings, world, screen, resume).go()
 
@@ -57,6 +59,17 @@ def place(data: str) -> str:
     return str(folder.resolve()) if data and data not in names() and folder.is_dir() else data
 
 
+def opened(settings: Settings) -> tuple[Data, parts.Places | None]:
+    """The pictures of a run, and which they are where it has a part of them."""
+    if not settings.data:
+        raise ValueError("which pictures? --data FOLDER, or the name of a data set")
+    root = Path(settings.root) if settings.root else None
+    whole = open_data(
+        settings.data, root=root, download=settings.download, cache=settings.in_memory
+    )
+    return parts.choose(settings, whole)
+
+
 class Run:
     """One run: its trainer, its folder, and how far it is."""
 
@@ -68,7 +81,7 @@ class Run:
         self.settings, self.world, self.screen = settings, world, screen
         self.out = self._folder(resume)
         found = self._found() if resume else None
-        self.data, self.places = world.in_turn(self._open)
+        self.data, self.places = world.in_turn(lambda: opened(settings))
         self.trainer = world.in_turn(lambda: self._trainer(found))
         self.epoch_steps = per_epoch(len(self.data.train), self.trainer.batch)
         self.total = settings.steps or settings.epochs * self.epoch_steps
@@ -260,14 +273,6 @@ class Run:
         if problem:
             self.screen.say(problem)
         return found
-
-    def _open(self) -> tuple[Data, parts.Places | None]:
-        s = self.settings
-        if not s.data:
-            raise ValueError("which pictures? --data FOLDER, or the name of a data set")
-        root = Path(s.root) if s.root else None
-        whole = open_data(s.data, root=root, download=s.download, cache=s.in_memory)
-        return parts.choose(s, whole)
 
     def _trainer(self, found: dict | None) -> Trainer:
         """The trainer; weights and plan of a run that goes on come from its folder."""
