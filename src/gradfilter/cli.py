@@ -135,12 +135,18 @@ def train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", nargs="?", const="", default=None, metavar="RUN", help="go on with a run"
     )
-    for f in fields(sibling("recipes.settings").Settings):
+    setting_arguments(parser, fields(sibling("recipes.settings").Settings))
+
+
+def setting_arguments(parser: argparse.ArgumentParser, settings, defaults=None) -> None:
+    """An option for each of these fields; `defaults` has those that are not the field's own."""
+    for f in settings:
         about, name = f.metadata, "--" + f.name.replace("_", "-")
-        told = "" if f.default in (None, "") else f" (default: {f.default})"
+        default = (defaults or {}).get(f.name, f.default)
+        told = "" if default in (None, "") else f" (default: {default})"
         if isinstance(f.default, bool):
             extra = {"action": argparse.BooleanOptionalAction}
-            told = " (default: on)" if f.default else ""
+            told = " (default: on)" if default else ""
         else:
             kind, choices = about["kind"], about["choices"]
             shown = None if choices else METAVARS.get(kind.__name__, f.name.upper())
@@ -207,6 +213,7 @@ def sibling(name: str):
 
 
 cli_measure = sibling("cli_measure")
+cli_federate = sibling("cli_federate")
 COMMANDS = {
     "train": (train, train_arguments),
     "pretrain": (pretrain, train_arguments),
@@ -217,6 +224,10 @@ COMMANDS = {
     "cost": (cost, cost_arguments),
     "profile": (cli_measure.profile, cli_measure.profile_arguments),
     "fidelity": (cli_measure.fidelity, cli_measure.fidelity_arguments),
+    "federate": (cli_federate.federate, cli_federate.federate_arguments),
+    "federate-keys": (cli_federate.federate_keys, cli_federate.federate_keys_arguments),
+    "federate-server": (cli_federate.federate_server, cli_federate.federate_server_arguments),
+    "federate-client": (cli_federate.federate_client, cli_federate.federate_client_arguments),
 }
 
 
@@ -227,7 +238,8 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         return fail(args.command, str(error))
     except ModuleNotFoundError as error:
-        return fail(args.command, f"needs {error.name}: pip install 'gradfilter[train]'")
+        extra = "federated" if error.name in ("flwr", "ray") else "train"
+        return fail(args.command, f"needs {error.name}: pip install 'gradfilter[{extra}]'")
     except BrokenPipeError:  # the reader of our output has gone
         sys.stderr.close()
         return 1
