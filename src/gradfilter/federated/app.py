@@ -11,8 +11,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from gradfilter.federated import client as clients
 from gradfilter.federated import settings
-from gradfilter.federated.folder import Folder
-from gradfilter.federated.server import Failed, Server
+from gradfilter.federated.server import serve
 from gradfilter.recipes.screen import Screen
 
 client = ClientApp()
@@ -26,13 +25,7 @@ def train(message: Message, context: Context) -> Message:
 
 @server.main()
 def main(grid: Grid, context: Context) -> None:
-    """A run as its config says, in its folder; what stops it is written there."""
+    """A run as its config says, in its folder."""
     plan = Path(tempfile.mkdtemp(prefix="gradfilter-")) / "plan.yaml"
     both = settings.from_config(context.run_config, plan)
-    screen = Screen(quiet=True)  # whoever started the run reads the folder
-    try:
-        Server(both, screen).run(grid)
-    except (Failed, ValueError, OSError) as error:
-        told = " ".join(str(error).split())
-        Folder(Path(both[0].out), screen).result(finished=False, error=told)
-        raise
+    serve(both, Screen(quiet=True), grid)  # whoever started the run reads the folder

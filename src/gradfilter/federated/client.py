@@ -50,6 +50,7 @@ def train(content: RecordDict, context: Context) -> RecordDict:
     exchange = Exchange(trainer.model)
     if exchange.kept() != asked["kept"]:
         raise ValueError("the frozen layers differ from the server's: other weights or versions")
+    exchange.check(content[ARRAYS], asked["layout"])
     exchange.load(content[ARRAYS])
     setup = time.monotonic() - begin
     local = Local(trainer, pictures, federation.rounds, asked["server-round"])
@@ -58,7 +59,7 @@ def train(content: RecordDict, context: Context) -> RecordDict:
         {
             ARRAYS: exchange.record(),
             METRICS: MetricRecord({key: found[key] for key in NUMBERS}),
-            CONFIG: ConfigRecord({"name": name}),
+            CONFIG: ConfigRecord({"name": name, "layout": exchange.layout}),
         }
     )
 

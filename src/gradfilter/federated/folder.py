@@ -6,21 +6,26 @@ import csv
 import io
 import json
 import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from gradfilter.recipes.checkpoint import write
 from gradfilter.recipes.screen import Screen
 
-ROUNDS, CLIENTS, LOG, PROGRESS, RESULT, CURVES = (
+ROUNDS, CLIENTS, LOG, PROGRESS, RESULT, CURVES, LOCK = (
     "rounds.csv",
     "clients.csv",
     "log.txt",
     "progress.json",
     "result.json",
     "curves.png",
+    "lock",
 )
 Row = dict[str, float | str]
 MIB = 2**20
+PATIENCE = 60.0  # seconds that a server waits for another one to let go of the folder
 
 
 class Folder:
@@ -70,6 +75,28 @@ class Folder:
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png")
         write(self.path / CURVES, buffer.getbuffer())
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Hold a folder for a while; after a crash the old server may still be about to notice."""
+    try:
+        import fcntl
+    except ImportError:  # not POSIX
+        yield
+        return
+    path.mkdir(parents=True, exist_ok=True)
+    with open(path / LOCK, "w") as lock:
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise ValueError(f"another server is at work in {path}") from None
+                time.sleep(0.5)
+        yield
 
 
 def _cumulated(rounds: list[Row], name: str) -> list[float]:

@@ -93,13 +93,13 @@ def prepared(both: Both, resume: bool) -> Both:
 def in_process(both: Both, screen: Screen) -> None:
     """Server and clients in this process, one after the other."""
     from gradfilter.federated import app, grid
-    from gradfilter.federated.server import Failed, Server
+    from gradfilter.federated.server import Failed, serve
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
     clients = grid.parts(both[1].simulate)
     here = grid.InProcess(app.client, options.to_config(both), clients)
     try:
-        Server(both, screen, poll=0.0).run(here)
+        serve(both, screen, here, poll=0.0)
     except Failed as error:
         raise NotFinished(f"{error}; {how_to_go_on(Path(both[0].out))}") from error
 

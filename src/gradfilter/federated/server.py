@@ -9,16 +9,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
-from gradfilter import documents
-from gradfilter.federated import settings as options
 from gradfilter.federated import strategy
 from gradfilter.federated.client import ARRAYS, CONFIG, METRICS, WEIGHT
-from gradfilter.federated.exchange import Exchange, count_bytes, to_array
-from gradfilter.federated.folder import MIB, Folder, Row
+from gradfilter.federated.exchange import Exchange, count_bytes, to_array, to_tensor, wide
+from gradfilter.federated.folder import MIB, Folder, Row, alone
 from gradfilter.federated.settings import Both
 from gradfilter.recipes import checkpoint, recording
 from gradfilter.recipes.datasets import Data, open_data
@@ -47,7 +44,7 @@ class Server:
         self.strategy = strategy.build(self.federation)
         self.round, self.rounds, self.clients = 0, [], []
         self.known: set[int] = set()
-        self.arrays = self.exchange.wide(self.exchange.record())
+        self.arrays = wide(self.exchange.record())
         self._restore()
 
     def run(self, grid: Grid) -> None:
@@ -107,6 +104,7 @@ class Server:
                 "ignore": -1 if data.ignore is None else data.ignore,
                 "level": data.augment,
                 "kept": self.exchange.kept(),
+                "layout": self.exchange.layout,
             }
         )
         messages = list(self.strategy.configure_train(number, self.arrays, config, grid))
@@ -128,7 +126,7 @@ class Server:
                 why = strategy.problem(reply, self.exchange)
                 rows.append(self._row(number, node, sent, reply, why))
                 if why is None:
-                    reply.content[ARRAYS] = self.exchange.wide(reply.content[ARRAYS])
+                    reply.content[ARRAYS] = wide(reply.content[ARRAYS])
                     used.append(reply)
                 else:
                     self.folder.say(f"round {number}, client {rows[-1]['client']}: {why}")
@@ -245,8 +243,8 @@ class Server:
 
     def _wide(self) -> dict:
         """The arrays that the server holds in more bits than the network does."""
-        found = {name: torch.from_numpy(array.numpy()) for name, array in self.arrays.items()}
-        return {n: t for n, t in found.items() if t.dtype != self.exchange.tensors[n].dtype}
+        found = {kind: to_tensor(array) for kind, array in self.arrays.items()}
+        return {kind: t for kind, t in found.items() if f"torch.{kind}" != str(t.dtype)}
 
     def _restore(self) -> None:
         """Go back to the last finished round, where there is one."""
@@ -256,7 +254,7 @@ class Server:
         if problem:
             self.folder.say(problem)
         self.trainer.model.load_state_dict(found["model"])
-        arrays = self.exchange.wide(self.exchange.record())
+        arrays = wide(self.exchange.record())
         arrays.update({name: to_array(t) for name, t in found["wide"].items()})
         self.arrays = arrays
         strategy.remember(self.strategy, found["strategy"])
@@ -290,11 +288,16 @@ class Server:
         self.folder.result(finished=True, rounds=self.round, best=best, bytes=sent)
 
 
-def write_config(both: Both) -> None:
-    """Every option into the run's folder, from where a run goes on."""
+def serve(both: Both, screen: Screen, grid: Grid, *, poll: float = 1.0) -> None:
+    """A run in its folder; what stops it is written there too."""
     out = Path(both[0].out)
-    out.mkdir(parents=True, exist_ok=True)
-    documents.write(out / recording.CONFIG, options.as_dict(both))
+    try:
+        with alone(out):
+            Server(both, screen, poll=poll).run(grid)
+    except (Failed, ValueError, OSError) as error:
+        told = " ".join(str(error).split())
+        Folder(out, screen).result(finished=False, error=told)
+        raise
 
 
 def best_of(rounds: list[Row], headline: str) -> Row:

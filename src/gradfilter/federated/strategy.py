@@ -44,13 +44,13 @@ def problem(reply: Message, exchange: Exchange) -> str | None:
     content = reply.content
     if set(content.array_records) != {ARRAYS} or set(content.metric_records) != {METRICS}:
         return "dropped: not the records that were asked for"
-    numbers = content[METRICS]
+    numbers, about = content[METRICS], content.config_records.get(CONFIG, {})
     if set(numbers) != set(NUMBERS) or any(isinstance(v, list) for v in numbers.values()):
         return "dropped: not the numbers that were asked for"
     if not 0 < numbers[WEIGHT] < math.inf:
         return f"dropped: trained on {numbers[WEIGHT]} pictures"
     try:
-        exchange.check(content[ARRAYS])
+        exchange.check(content[ARRAYS], str(about.get("layout")))
     except ValueError as error:
         return f"dropped: {error}"
     return None
