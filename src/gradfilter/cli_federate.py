@@ -28,7 +28,7 @@ def federate(args: argparse.Namespace) -> None:
             both = settings.resumed(config | given, settings.load(path))
         try:
             launch.federate(both, resume=args.resume is not None)
-        except (launch.NotFinished, launch.FlowerError) as error:
+        except launch.NotFinished as error:
             print(f"gradfilter federate: {error}", file=sys.stderr)
             raise SystemExit(1) from error
 
@@ -76,7 +76,7 @@ def federate_server(args: argparse.Namespace) -> None:
     if args.keys is None and not args.insecure:
         raise UserError("--keys DIR (of gradfilter federate-keys), or --insecure to do without")
     try:
-        with user_errors(ValueError, OSError):
+        with user_errors(ValueError, OSError), flower.terminable():
             nodes.serve(args.keys, args.host, args.port, args.state)
     except flower.FlowerError as error:
         print(f"gradfilter federate-server: {error}", file=sys.stderr)
@@ -110,12 +110,13 @@ def federate_client(args: argparse.Namespace) -> None:
     else:
         node |= {"partition-id": args.part, "num-partitions": args.parts}
     node = {key: value for key, value in node.items() if value is not None}
-    with user_errors(ValueError, OSError):
-        process = nodes.join(args.server, args.keys, node, args.state.absolute())
-    try:
-        code = process.wait()
-    finally:
-        flower.stop(process)
+    with flower.terminable():
+        with user_errors(ValueError, OSError):
+            process = nodes.join(args.server, args.keys, node, args.state.absolute())
+        try:
+            code = process.wait()
+        finally:
+            flower.stop(process)
     raise SystemExit(code)
 
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -100,8 +103,6 @@ def start(name: str, *arguments: str, home: Path, log: Path | None) -> subproces
 
 def stop(process: subprocess.Popen) -> None:
     """End a process that `start` began, and those that it began."""
-    import signal
-
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -112,6 +113,23 @@ def stop(process: subprocess.Popen) -> None:
         except subprocess.TimeoutExpired:
             continue
     process.wait()
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM is as Ctrl-C for a while, so that processes we began are ended too."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -164,7 +182,5 @@ def free_port() -> int:
 
 def last_line(text: str) -> str:
     """The last line that says something, without colours."""
-    import re
-
     lines = [re.sub(r"\x1b\[[\d;]*m", "", line).strip() for line in text.splitlines()]
     return next((line for line in reversed(lines) if line), "it says nothing")

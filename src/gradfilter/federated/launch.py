@@ -65,10 +65,12 @@ def federate(both: Both, *, resume: bool = False, quiet: bool = False) -> Path:
         if federation.in_process:
             in_process(both, screen)
         else:
-            with runtime(both) as link:
+            with flower.terminable(), runtime(both) as link:
                 follow(both, link, submit(both, link), screen)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"stopped; {how_to_go_on(out)}") from None
+    except FlowerError as error:
+        raise NotFinished(f"{error}; {how_to_go_on(out)}") from error
     return out
 
 
