@@ -238,7 +238,7 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         return fail(args.command, str(error))
     except ModuleNotFoundError as error:
-        extra = "federated" if error.name in ("flwr", "ray") else "train"
+        extra = "federated" if str(error.name).partition(".")[0] == "flwr" else "train"
         return fail(args.command, f"needs {error.name}: pip install 'gradfilter[{extra}]'")
     except BrokenPipeError:  # the reader of our output has gone
         sys.stderr.close()

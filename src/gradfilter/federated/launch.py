@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gradfilter import documents
+from gradfilter import documents, methods
 from gradfilter.federated import flower
 from gradfilter.federated import settings as options
 from gradfilter.federated.flower import FlowerError, Link
 from gradfilter.federated.folder import LOG, PROGRESS, RESULT
 from gradfilter.federated.settings import Both
-from gradfilter.recipes import recording
+from gradfilter.recipes import checkpoint, recording
+from gradfilter.recipes.datasets import names, open_data
 from gradfilter.recipes.screen import Screen
 from gradfilter.recipes.training import place
 
@@ -58,7 +59,7 @@ def federate(both: Both, *, resume: bool = False, quiet: bool = False) -> Path:
     both = prepared(both, resume)
     settings, federation = both
     out = Path(settings.out)
-    out.mkdir(parents=True, exist_ok=True)
+    write_app(both)
     documents.write(out / recording.CONFIG, options.as_dict(both))
     (out / RESULT).unlink(missing_ok=True)
     try:
@@ -79,12 +80,16 @@ def prepared(both: Both, resume: bool) -> Both:
     settings, federation = both
     if not settings.data:
         raise ValueError("which pictures? --data FOLDER, or the name of a data set")
+    if settings.data not in names() and not Path(settings.data).expanduser().is_dir():
+        open_data(settings.data)  # knows what to say
+    if settings.plan is None:
+        methods.named(settings.method, **settings.knobs())
     if not federation.simulate and not federation.server:
         raise ValueError("where? --simulate N clients here, or --server HOST:PORT")
     if federation.in_process and not federation.simulate:
         raise ValueError("in-process is for simulate: --simulate N")
     out = Path(settings.out) if settings.out else recording.new_folder(settings.data, "federated")
-    if not resume and (out / recording.CONFIG).exists():
+    if not resume and (out / checkpoint.LAST).exists():
         raise ValueError(f"{out} holds a run: --resume goes on with it, or change --out")
     paths = {k: Path(v).absolute() for k in ("root", "plan") if (v := getattr(settings, k))}
     if settings.weights not in ("library", "none"):
@@ -127,8 +132,7 @@ def runtime(both: Both) -> Iterator[Link]:
 
 def submit(both: Both, link: Link) -> str:
     """Hand the app to the server; the number of its run."""
-    app = write_app(both)
-    arguments = ["run", str(app), flower.CONNECTION]
+    arguments = ["run", str(Path(both[0].out) / APP), flower.CONNECTION]
     federation = both[1]
     if federation.simulate:
         resources = (
@@ -141,10 +145,10 @@ def submit(both: Both, link: Link) -> str:
 
 def write_app(both: Both) -> Path:
     """The Flower app over our recipe, as a folder that `flwr run` takes."""
+    lines = [f"{key} = {json.dumps(value)}" for key, value in options.to_config(both).items()]
     app = Path(both[0].out) / APP
     shutil.rmtree(app, ignore_errors=True)
     app.mkdir(parents=True)
-    lines = [f"{key} = {json.dumps(value)}" for key, value in options.to_config(both).items()]
     (app / "pyproject.toml").write_text(PROJECT + "\n".join(lines) + "\n")
     for side in ("server", "client"):
         text = f"from gradfilter.federated.app import {side} as app\n\n__all__ = ['app']\n"
