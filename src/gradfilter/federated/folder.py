@@ -55,8 +55,11 @@ class Folder:
 
     def draw(self, rounds: list[Row], headline: str) -> None:
         """The number that counts, the losses and the traffic, over the rounds."""
-        from matplotlib.figure import Figure
-
+        try:
+            from matplotlib.figure import Figure
+        except ModuleNotFoundError:  # a run is not to fail at its last step
+            self.say("no plot: matplotlib is not installed")
+            return
         figure = Figure((12, 3.6), dpi=130, layout="constrained")
         score, losses, traffic = figure.subplots(1, 3)
         x = [row["round"] for row in rounds]

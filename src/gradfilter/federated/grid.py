@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from uuid import uuid4
 
@@ -24,6 +25,7 @@ class InProcess(Grid):
             for number, node in enumerate(nodes, start=1)
         }
         self.asked: dict[str, Message] = {}
+        logging.getLogger("flwr").setLevel(logging.ERROR)  # the server says the same in its words
         TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 0
 
     def get_node_ids(self) -> Iterable[int]:

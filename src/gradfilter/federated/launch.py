@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 import subprocess
 import time
@@ -102,7 +101,6 @@ def in_process(both: Both, screen: Screen) -> None:
     from gradfilter.federated import app, grid
     from gradfilter.federated.server import Failed, serve
 
-    logging.getLogger("flwr").setLevel(logging.ERROR)
     clients = grid.parts(both[1].simulate)
     here = grid.InProcess(app.client, options.to_config(both), clients)
     try:
