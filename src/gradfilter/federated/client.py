@@ -22,6 +22,7 @@ from gradfilter.federated.settings import Both
 from gradfilter.recipes import parts
 from gradfilter.recipes.datasets import Data, Pictures, open_data
 from gradfilter.recipes.loading import per_epoch
+from gradfilter.recipes.parallel import deterministic
 from gradfilter.recipes.settings import Settings
 from gradfilter.recipes.trainer import Trainer
 
@@ -87,7 +88,7 @@ class Local:
                 last += times[-1]
             trainer.check(numbers[-1])
 
-        with proximal(trainer, mu):
+        with proximal(trainer, mu), deterministic(trainer.device, settings.deterministic):
             peak = peak_of(steps, trainer.device)
         total, seen = trainer.sums.tolist()
         return {

@@ -19,6 +19,7 @@ from gradfilter.federated.folder import MIB, Folder, Row, alone
 from gradfilter.federated.settings import Both
 from gradfilter.recipes import checkpoint, recording
 from gradfilter.recipes.datasets import Data, open_data
+from gradfilter.recipes.parallel import deterministic
 from gradfilter.recipes.screen import Screen
 from gradfilter.recipes.trainer import Trainer
 
@@ -192,7 +193,8 @@ class Server:
         self._save()
 
     def _test(self) -> dict[str, float]:
-        metrics, _ = self.trainer.evaluate(self.data.test)
+        with deterministic(self.trainer.device, self.settings.deterministic):
+            metrics, _ = self.trainer.evaluate(self.data.test)
         return {f"test_{name}": value for name, value in metrics.items()}
 
     def _begin(self) -> None:
