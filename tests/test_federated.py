@@ -333,6 +333,34 @@ def test_batch_statistics_travel_when_they_are_trained(photos, tmp_path):
     assert found["1.num_batches_tracked"] == 0
 
 
+def test_masks(scenes, tmp_path):
+    run(asked(scenes, tmp_path / "run", rounds=1, simulate=2))
+    assert [r["status"] for r in rows(tmp_path / "run")] == ["used", "used"]
+    assert "test_miou" in rows(tmp_path / "run", "rounds.csv")[0]
+
+
+def test_clients_of_one_process_do_not_inherit_from_each_other(photos, tmp_path):
+    """Warm-started layers and momentum: a client's result is that of a process of its own."""
+    both = asked(photos, tmp_path / "run", rounds=1, method="asi", rank=2, simulate=2)
+    found = {}
+
+    def keeps(message, context):
+        reply = client.answer(message, context)
+        found[context.node_id] = reply.content["arrays"]["float32"].numpy()
+        return reply
+
+    run(both, here=grid.InProcess(keeps, settings.to_config(both), grid.parts(2)))
+    together = dict(found)
+    for number in (1, 2):
+        client._trainer.cache_clear()
+        alone = asked(photos, tmp_path / f"alone{number}", rounds=1, method="asi", rank=2,
+                      simulate=2, clients=1)  # fmt: skip
+        here = grid.InProcess(keeps, settings.to_config(alone), grid.parts(2))
+        here.contexts = {number: here.contexts[number]}
+        run(alone, here=here)
+        assert (found[number] == together[number]).all()
+
+
 def test_a_plan_travels_as_text(photos, tmp_path):
     plan = tmp_path / "plan.yaml"
     plan.write_text('"0": frozen\n"[35]": {method: galerkin, grid: 4}\n')

@@ -198,7 +198,7 @@ def test_without_flower(photos, tmp_path, monkeypatch, capsys):
 
 def test_the_environment_is_quiet_unless_the_user_wants_otherwise(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_TELEMETRY_ENABLED", "1")
-    monkeypatch.delenv("FLWR_HOME", raising=False)
+    monkeypatch.setenv("FLWR_HOME", "/somewhere/else")  # its config knows nothing of our server
     found = flower.environment(tmp_path)
     assert found["FLWR_TELEMETRY_ENABLED"] == "1" and found["RAY_USAGE_STATS_ENABLED"] == "0"
     assert found["FLWR_HOME"] == str(tmp_path)

@@ -30,6 +30,7 @@ QUIET = {
 }
 CONNECTION = "gradfilter"  # the name of our connection in Flower's config
 START = 90  # seconds in which a server has to be up
+ANSWER = 120  # seconds in which a command has to answer
 STOP = 15  # seconds in which a process has to end by itself
 
 
@@ -58,10 +59,7 @@ class Link:
 
     def flwr(self, *arguments: str) -> dict:
         """What a `flwr` command answers, as JSON."""
-        line = [program("flwr"), *arguments, "--format", "json"]
-        done = subprocess.run(
-            line, env=environment(self.home), capture_output=True, text=True, timeout=120
-        )
+        done = self.call(*arguments, "--format", "json")
         try:
             found = json.loads(done.stdout[done.stdout.index("{") :])
         except ValueError:
@@ -71,12 +69,21 @@ class Link:
             raise FlowerError(f"flwr {arguments[0]}: {last_line(why)}")
         return found
 
+    def call(self, *arguments: str) -> subprocess.CompletedProcess:
+        line = [program("flwr"), *arguments]
+        try:
+            return subprocess.run(
+                line, env=environment(self.home), capture_output=True, text=True, timeout=ANSWER
+            )
+        except subprocess.TimeoutExpired:
+            raise FlowerError(f"flwr {arguments[0]}: no answer in {ANSWER} s") from None
+
 
 def environment(home: Path) -> dict[str, str]:
     """For Flower's programs: quiet, and with each other on the path."""
     here = str(Path(sys.executable).parent)
     path = os.pathsep.join([here, os.environ.get("PATH", "")])
-    return QUIET | {"FLWR_HOME": str(home)} | os.environ | {"PATH": path}
+    return QUIET | os.environ | {"FLWR_HOME": str(home), "PATH": path}
 
 
 def program(name: str) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from gradfilter import documents, methods
@@ -93,6 +93,8 @@ def prepared(both: Both, resume: bool) -> Both:
     paths = {k: Path(v).absolute() for k in ("root", "plan") if (v := getattr(settings, k))}
     if settings.weights not in ("library", "none"):
         paths["weights"] = Path(settings.weights).absolute()
+    if federation.keys:
+        federation = replace(federation, keys=Path(federation.keys).absolute())
     return settings.changed(data=place(settings.data), out=out.absolute(), **paths), federation
 
 
@@ -120,7 +122,7 @@ def runtime(both: Both) -> Iterator[Link]:
         with flower.superlink(link, "--simulation", log=home / "superlink.log"):
             yield link
         return
-    certificate = Path(federation.keys).absolute() / "ca.pem" if federation.keys else None
+    certificate = Path(federation.keys) / "ca.pem" if federation.keys else None
     if certificate and not certificate.is_file():
         raise ValueError(f"{federation.keys} has no ca.pem: gradfilter federate-keys makes it")
     link = Link(federation.server, certificate, home)
@@ -157,21 +159,20 @@ def write_app(both: Both) -> Path:
 def follow(both: Both, link: Link, run: str, screen: Screen) -> None:
     """Show what a run says until it ends; raises where it did not finish."""
     out, rounds = Path(both[0].out), both[1].rounds
-    watch = Watch(out, rounds, screen)
-    asked = time.monotonic()
+    watch, asked = Watch(out, rounds, screen), time.monotonic()
     try:
         with screen.bar("rounds", rounds) as advance:
             while not (out / RESULT).exists():
                 watch.look(advance)
                 time.sleep(LOOK)
                 if time.monotonic() - asked > ASK:
-                    asked = time.monotonic()
-                    status = link.flwr("list", "--run-id", run, flower.CONNECTION)
-                    if ended(status):
+                    if ended(link, run):
                         break
+                    asked = time.monotonic()
             watch.look(advance)
     except KeyboardInterrupt:
-        link.flwr("stop", run, flower.CONNECTION)
+        with suppress(FlowerError):
+            link.flwr("stop", run, flower.CONNECTION)
         raise
     check(out, link, run)
 
@@ -204,8 +205,14 @@ class Watch:
             self.done = max(self.done, found["round"] - 1)
 
 
-def ended(status: dict) -> bool:
-    runs = status.get("runs", [])
+def ended(link: Link, run: str) -> bool:
+    """Whether the server says so; it is asked once more before it counts as gone."""
+    try:
+        found = link.flwr("list", "--run-id", run, flower.CONNECTION)
+    except FlowerError:
+        time.sleep(ASK / 2)
+        found = link.flwr("list", "--run-id", run, flower.CONNECTION)
+    runs = found.get("runs", [])
     return bool(runs) and str(runs[0].get("status", "")).startswith("finished")
 
 
@@ -221,14 +228,10 @@ def check(out: Path, link: Link, run: str) -> None:
 
 def why(link: Link, run: str) -> str:
     """The last line of Flower's log of a run."""
-    line = [flower.program("flwr"), "log", run, flower.CONNECTION, "--show"]
     try:
-        done = subprocess.run(
-            line, env=flower.environment(link.home), capture_output=True, text=True, timeout=60
-        )
-    except (subprocess.TimeoutExpired, FlowerError):
+        return flower.last_line(link.call("log", run, flower.CONNECTION, "--show").stdout)
+    except FlowerError:
         return ""
-    return flower.last_line(done.stdout)
 
 
 def how_to_go_on(out: Path) -> str:
