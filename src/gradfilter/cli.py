@@ -118,20 +118,19 @@ def train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", nargs="?", const="", default=None, metavar="RUN", help="go on with a run"
     )
-    setting_arguments(parser)
+    setting_arguments(parser, fields(sibling("recipes.settings").Settings))
 
 
-def setting_arguments(parser: argparse.ArgumentParser, without: tuple[str, ...] = ()) -> None:
-    """An option for each setting but those."""
+def setting_arguments(parser: argparse.ArgumentParser, settings, defaults=None) -> None:
+    """An option for each of these fields; `defaults` has those that are not the field's own."""
     parser.argument_default = argparse.SUPPRESS
-    for f in fields(sibling("recipes.settings").Settings):
-        if f.name in without:
-            continue
+    for f in settings:
         about, name = f.metadata, "--" + f.name.replace("_", "-")
-        told = "" if f.default in (None, "") else f" (default: {f.default})"
+        default = (defaults or {}).get(f.name, f.default)
+        told = "" if default in (None, "") else f" (default: {default})"
         if isinstance(f.default, bool):
             extra = {"action": argparse.BooleanOptionalAction}
-            told = " (default: on)" if f.default else ""
+            told = " (default: on)" if default else ""
         else:
             kind, choices = about["kind"], about["choices"]
             shown = None if choices else METAVARS.get(kind.__name__, f.name.upper())
@@ -198,6 +197,7 @@ def sibling(name: str):
 
 
 cli_compare, cli_measure = sibling("cli_compare"), sibling("cli_measure")
+cli_federate = sibling("cli_federate")
 COMMANDS = {
     "train": (train, train_arguments),
     "pretrain": (pretrain, train_arguments),
@@ -209,6 +209,10 @@ COMMANDS = {
     "profile": (cli_measure.profile, cli_measure.profile_arguments),
     "fidelity": (cli_measure.fidelity, cli_measure.fidelity_arguments),
     "compare": (cli_compare.compare, cli_compare.compare_arguments),
+    "federate": (cli_federate.federate, cli_federate.federate_arguments),
+    "federate-keys": (cli_federate.federate_keys, cli_federate.federate_keys_arguments),
+    "federate-server": (cli_federate.federate_server, cli_federate.federate_server_arguments),
+    "federate-client": (cli_federate.federate_client, cli_federate.federate_client_arguments),
 }
 
 
@@ -219,7 +223,8 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         return fail(args.command, str(error))
     except ModuleNotFoundError as error:
-        return fail(args.command, f"needs {error.name}: pip install 'gradfilter[train]'")
+        extra = "federated" if str(error.name).partition(".")[0] == "flwr" else "train"
+        return fail(args.command, f"needs {error.name}: pip install 'gradfilter[{extra}]'")
     except BrokenPipeError:  # the reader of our output has gone
         sys.stderr.close()
         return 1

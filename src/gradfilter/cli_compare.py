@@ -6,6 +6,7 @@ As in `cli`, nothing here imports torch before the command runs.
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 
 METHODS = ["exact", "galerkin:grid=7", "gradient-filter:patch=2", "hosvd:energy=0.8"]
@@ -58,9 +59,8 @@ def compare_arguments(parser: argparse.ArgumentParser) -> None:
     add("--pictures", type=whole, default=None, metavar="N", help=told)
     told = "YAML or JSON file of options below"
     add("--config", type=Path, default=None, metavar="FILE", help=told)
-    setting_arguments(
-        parser.add_argument_group("the runs, as in gradfilter train"), settings.CHOSEN
-    )
+    shared = [f for f in fields(settings.Settings) if f.name not in settings.CHOSEN]
+    setting_arguments(parser.add_argument_group("the runs, as in gradfilter train"), shared)
 
 
 def depth(text: str) -> int | None:

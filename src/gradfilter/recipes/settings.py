@@ -7,7 +7,7 @@ library is imported here.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
 
@@ -191,7 +191,7 @@ class Settings:
 
     def __post_init__(self):
         for f in fields(self):
-            object.__setattr__(self, f.name, _checked(f, getattr(self, f.name)))
+            object.__setattr__(self, f.name, checked(f, getattr(self, f.name)))
         if self.part >= self.parts:
             raise ValueError(f"part must be 0 to {self.parts - 1} of {self.parts} parts")
         if self.bits not in (None, 8):
@@ -222,7 +222,7 @@ class Settings:
 
     def changed(self, **options) -> Settings:
         """With other options, all checked; names may have dashes."""
-        return replace(self, **_named(options))
+        return replace(self, **named(options, names()))
 
     def resumed(self, **options) -> Settings:
         """As `changed`, but refuses what a run cannot change on its way."""
@@ -236,27 +236,31 @@ class Settings:
         return changed
 
 
+def names() -> list[str]:
+    return [f.name for f in fields(Settings)]
+
+
 def load(path: Path) -> Settings:
     """The settings in a YAML or JSON file; what it leaves out has its default."""
     return Settings().changed(**read(path))
 
 
-def read(path: Path) -> dict[str, object]:
-    """The options that a YAML or JSON file gives."""
+def read(path: Path, known: Iterable[str] = ()) -> dict[str, object]:
+    """The options that a YAML or JSON file gives; by default those of `Settings` are known."""
     from gradfilter import documents
 
     found = documents.read(path)
     if not isinstance(found, dict | None):
         raise ValueError(f"{path}: options are written as `name: value`, one a line")
     try:
-        return _named(found or {})
+        return named(found or {}, known or names())
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _named(options: dict) -> dict[str, object]:
-    """Options by their field names."""
-    known = [f.name for f in fields(Settings)]
+def named(options: dict, known: Iterable[str]) -> dict[str, object]:
+    """Options by their field names, all of them known."""
+    known = list(known)
     found = {}
     for key, value in options.items():
         name = str(key).replace("-", "_")
@@ -268,7 +272,7 @@ def _named(options: dict) -> dict[str, object]:
     return found
 
 
-def _checked(f: Field, value):
+def checked(f: Field, value):
     """A value of a setting as its kind, or a ValueError that names the setting."""
     if value is None and f.default is None:
         return None

@@ -1,0 +1,1 @@
+"""Federated learning: a Flower app over the training recipes."""

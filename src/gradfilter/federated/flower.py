@@ -1,0 +1,193 @@
+"""Flower's own programs: their environment, their processes, and runs handed to them.
+
+Everything works without a network and leaves the user's own Flower settings alone: telemetry,
+update checks and installations are off unless the user's environment says otherwise, and
+`FLWR_HOME` is a folder of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+CONNECTION = "gradfilter"  # the name of our connection in Flower's config
+START = 90  # seconds in which a server has to be up
+ANSWER = 120  # seconds in which a command has to answer
+STOP = 15  # seconds in which a process has to end by itself
+
+
+class FlowerError(RuntimeError):
+    """Something that one of Flower's programs did not do."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A server, as `flwr` reaches it."""
+
+    address: str  # host:port
+    certificate: Path | None  # of the authority that signed the server's; None is without TLS
+    home: Path  # FLWR_HOME
+
+    def write(self) -> None:
+        """Name the server in Flower's config."""
+        secure = (
+            f'root-certificates = "{self.certificate}"' if self.certificate else "insecure = true"
+        )
+        self.home.mkdir(parents=True, exist_ok=True)
+        (self.home / "config.toml").write_text(
+            f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n'
+            f'address = "{self.address}"\n{secure}\n'
+        )
+
+    def flwr(self, *arguments: str) -> dict:
+        """What a `flwr` command answers, as JSON."""
+        done = self.call(*arguments, "--format", "json")
+        try:
+            found = json.loads(done.stdout[done.stdout.index("{") :])
+        except ValueError:
+            found = {}
+        if done.returncode or not found.get("success", True) or not found:
+            why = found.get("error-message") or done.stderr or done.stdout
+            raise FlowerError(f"flwr {arguments[0]}: {last_line(why)}")
+        return found
+
+    def call(self, *arguments: str) -> subprocess.CompletedProcess:
+        line = [program("flwr"), *arguments]
+        try:
+            return subprocess.run(
+                line, env=environment(self.home), capture_output=True, text=True, timeout=ANSWER
+            )
+        except subprocess.TimeoutExpired:
+            raise FlowerError(f"flwr {arguments[0]}: no answer in {ANSWER} s") from None
+
+
+def environment(home: Path) -> dict[str, str]:
+    """For Flower's programs: quiet, and with each other on the path."""
+    here = str(Path(sys.executable).parent)
+    path = os.pathsep.join([here, os.environ.get("PATH", "")])
+    return QUIET | os.environ | {"FLWR_HOME": str(home), "PATH": path}
+
+
+def program(name: str) -> str:
+    """One of Flower's programs, beside this Python."""
+    found = Path(sys.executable).parent / name
+    if not found.exists():
+        raise ModuleNotFoundError(f"there is no {found}", name="flwr")
+    return str(found)
+
+
+def start(name: str, *arguments: str, home: Path, log: Path | None) -> subprocess.Popen:
+    """One of Flower's programs as a process group of its own; `log` takes what it says."""
+    home.mkdir(parents=True, exist_ok=True)
+    line = [program(name), *arguments]
+    output = open(log, "ab") if log else None  # noqa: SIM115 (the child keeps it)
+    try:
+        return subprocess.Popen(
+            line, env=environment(home), stdout=output, stderr=output, start_new_session=True
+        )
+    finally:
+        if output:
+            output.close()
+
+
+def stop(process: subprocess.Popen) -> None:
+    """End a process that `start` began, and those that it began."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(STOP)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM is as Ctrl-C for a while, so that processes we began are ended too."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def superlink(link: Link, *arguments: str, log: Path) -> Iterator[subprocess.Popen]:
+    """A server for a while, once it answers."""
+    host, _, port = link.address.rpartition(":")
+    secure = () if link.certificate else ("--insecure",)
+    line = ("--host", host, "--port", port, *secure, *arguments)
+    process = start("flower-superlink", *line, home=link.home, log=log)
+    try:
+        await_server(link, process, log)
+        link.write()
+        yield process
+    finally:
+        stop(process)
+
+
+def await_server(link: Link, process: subprocess.Popen, log: Path) -> None:
+    """Come back when the server answers."""
+    host, _, port = link.address.rpartition(":")
+    host = "127.0.0.1" if host in ("0.0.0.0", "") else host
+    deadline = time.monotonic() + START
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            break
+        try:
+            socket.create_connection((host, int(port)), timeout=1).close()
+        except OSError:
+            time.sleep(0.2)
+            continue
+        if link.certificate or healthy(f"http://{host}:{port}/health"):
+            return
+    why = last_line(log.read_text(errors="replace")) if log.exists() else ""
+    raise FlowerError(f"the server on {link.address} did not start: {why} (see {log})")
+
+
+def healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as reply:
+            return reply.status == 200
+    except OSError:
+        return False
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def last_line(text: str) -> str:
+    """The last line that says something, without colours."""
+    lines = [re.sub(r"\x1b\[[\d;]*m", "", line).strip() for line in text.splitlines()]
+    return next((line for line in reversed(lines) if line), "it says nothing")

@@ -1,0 +1,145 @@
+"""Certificates and keys of a federation: who the server is, and which devices may take part.
+
+    keys/ca.pem  ca.key              the federation's own authority
+    keys/server.pem  server.key      the server's certificate, signed by it
+    keys/NAME/NAME.key  ca.pem       for the device NAME: its private key, and what to trust
+    keys/NAME.pub                    its public key, which the server registers
+
+A device needs its own folder and nothing else; `ca.key` and `server.key` stay on the server.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Iterable
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+CURVE = ec.SECP384R1()  # one of those that Flower takes
+DAYS = 365
+ALWAYS = ("localhost", "127.0.0.1", "::1")  # the server itself reaches it by these
+
+Key = ec.EllipticCurvePrivateKey
+
+
+def make(folder: Path, addresses: Iterable[str], devices: Iterable[str]) -> list[Path]:
+    """Make what is not there yet; the paths of what was made.
+
+    Called again with more devices it makes keys for those; another address needs another folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    made = [] if (folder / "ca.pem").exists() else make_server(folder, list(addresses))
+    for name in devices:
+        if not name or name != Path(name).name or name in ("ca", "server"):
+            raise ValueError(f"{name!r} cannot be the name of a device")
+        if not (folder / f"{name}.pub").exists():
+            made += make_device(folder, name)
+    return made
+
+
+def make_server(folder: Path, addresses: list[str]) -> list[Path]:
+    """An authority of our own, and a certificate of it for a server at these addresses."""
+    if not addresses:
+        raise ValueError("at which address do devices reach the server? --address")
+    authority, own = ec.generate_private_key(CURVE), ec.generate_private_key(CURVE)
+    name = _name("gradfilter federation")
+    root = _certificate(name, name, authority, authority, authority=True)
+    names = x509.SubjectAlternativeName(
+        [_general_name(a) for a in dict.fromkeys([*addresses, *ALWAYS])]
+    )
+    leaf = _certificate(_name(addresses[0]), name, own, authority, names=names)
+    return [
+        _secret(folder / "ca.key", authority),
+        _public(folder / "ca.pem", root.public_bytes(serialization.Encoding.PEM)),
+        _secret(folder / "server.key", own),
+        _public(folder / "server.pem", leaf.public_bytes(serialization.Encoding.PEM)),
+    ]
+
+
+def make_device(folder: Path, name: str) -> list[Path]:
+    """A key pair for a device, in the form in which Flower reads it."""
+    key = ec.generate_private_key(CURVE)
+    place = folder / name
+    place.mkdir(exist_ok=True)
+    public = key.public_key().public_bytes(
+        serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+    )
+    secret = serialization.PrivateFormat.OpenSSH
+    return [
+        _secret(place / f"{name}.key", key, secret),
+        _public(place / "ca.pem", (folder / "ca.pem").read_bytes()),
+        _public(folder / f"{name}.pub", public + b"\n"),
+    ]
+
+
+def _certificate(
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: Key,
+    signer: Key,
+    *,
+    authority: bool = False,
+    names: x509.SubjectAlternativeName | None = None,
+) -> x509.Certificate:
+    now = datetime.now(timezone.utc)
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(hours=1))  # clocks of small devices are not exact
+        .not_valid_after(now + timedelta(days=DAYS))
+        .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False
+        )
+        .add_extension(_usage(authority), critical=True)
+    )
+    if names:
+        builder = builder.add_extension(names, critical=False)
+    return builder.sign(signer, hashes.SHA384())
+
+
+def _usage(authority: bool) -> x509.KeyUsage:
+    """An authority signs certificates, a server proves who it is."""
+    others = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
+              "encipher_only", "decipher_only")  # fmt: skip
+    return x509.KeyUsage(
+        digital_signature=not authority,
+        key_cert_sign=authority,
+        crl_sign=authority,
+        **dict.fromkeys(others, False),
+    )
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
+
+
+def _general_name(address: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(address))
+    except ValueError:
+        return x509.DNSName(address)
+
+
+def _secret(path: Path, key: Key, form=serialization.PrivateFormat.PKCS8) -> Path:
+    """A private key that only its owner can read."""
+    data = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(handle, "wb") as file:
+        file.write(data)
+    return path
+
+
+def _public(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path

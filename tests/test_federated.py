@@ -1,0 +1,393 @@
+"""Rounds of federated learning within one process: results, failures, resuming, the folder."""
+
+import csv
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+pytest.importorskip("torchvision")
+
+import tiny  # noqa: E402
+from flwr.app import Array, ArrayRecord, Error, Message  # noqa: E402
+from flwr.clientapp import ClientApp  # noqa: E402
+
+from gradfilter.federated import app, client, grid, server, settings  # noqa: E402
+from gradfilter.federated.exchange import Exchange  # noqa: E402
+from gradfilter.federated.folder import Folder  # noqa: E402
+from gradfilter.recipes.screen import Screen  # noqa: E402
+from gradfilter.recipes.trainer import Trainer  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("tiny_networks")
+
+DRAW = Folder.draw
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """No network or data of another test; nothing is drawn."""
+    for cached in (client._trainer, client.opened):
+        cached.cache_clear()
+    monkeypatch.setattr(Folder, "draw", lambda *_: None)
+
+
+def asked(photos, out, **options) -> settings.Both:
+    usual = {"model": "still", "batch": 6, "lr": 1.0, "rounds": 3, "simulate": 3, "split": "iid"}
+    return settings.of({"data": str(photos), "out": str(out)} | usual | options)
+
+
+def run(both, clients=app.client, nodes=None, here=None):
+    """A run; the grid it ran on and its server."""
+    here = here or grid.InProcess(
+        clients, settings.to_config(both), nodes or grid.parts(both[1].simulate)
+    )
+    server.serve(both, Screen(quiet=True), here, poll=0.0)
+    return here
+
+
+def rows(out, name="clients.csv") -> list[dict]:
+    with open(out / name, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def trained(both, part: int) -> tuple[dict, int]:
+    """What a client makes of the first global network, by the trainer alone."""
+    chosen, _ = both
+    data = client.opened(chosen.data, None, False)
+    node = grid.parts(both[1].simulate)[part]
+    pictures, _ = client.own(chosen, node, data.classes)
+    trainer = Trainer(chosen, data.task, data.classes, level=data.augment)
+    steps = -(-len(pictures) // chosen.batch)
+    for _ in trainer.steps(pictures, range(steps), both[1].rounds * steps):
+        pass
+    return {k: v.clone() for k, v in trainer.model.state_dict().items()}, len(pictures)
+
+
+def test_a_round_is_the_weighted_mean_of_what_clients_trained(photos, tmp_path):
+    both = asked(photos, tmp_path / "run", rounds=1, split="dirichlet")
+    run(both)
+    states, counts = zip(*(trained(both, part) for part in range(3)), strict=True)
+    assert sum(counts) == 27 and len(set(counts)) > 1
+    found = tiny.weights(tmp_path / "run")
+    for name, value in found.items():
+        if value.is_floating_point():
+            mean = sum(n * s[name] for n, s in zip(counts, states, strict=True)) / 27
+            torch.testing.assert_close(value, mean, rtol=1e-5, atol=1e-7)
+
+
+def test_one_client_is_ordinary_training(photos, tmp_path):
+    both = asked(photos, tmp_path / "run", rounds=1, simulate=1)
+    run(both)
+    alone, _ = trained(both, 0)
+    assert tiny.same(alone, tiny.weights(tmp_path / "run"))
+
+
+def test_the_folder(photos, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    monkeypatch.setattr(Folder, "draw", DRAW)
+    run(asked(photos, out, last=1, epochs=2))
+    assert {p.name for p in out.iterdir()} >= {
+        "best.pt", "last.pt", "rounds.csv", "clients.csv", "curves.png", "plan.yaml", "log.txt",
+    }  # fmt: skip
+    rounds, clients = rows(out, "rounds.csv"), rows(out)
+    assert [r["round"] for r in rounds] == ["0", "1", "2", "3"] and len(clients) == 9
+    assert {r["status"] for r in clients} == {"used"}
+    assert {r["client"] for r in clients} == {"0", "1", "2"}
+    assert all(float(r[k]) > 0 for r in clients for k in ("seconds", "step_seconds", "loss"))
+    each = int(clients[0]["bytes_down"])
+    assert all(int(r[k]) == each for r in clients for k in ("bytes_down", "bytes_up"))
+    assert int(rounds[1]["bytes"]) == 6 * each < int(rounds[1]["full_bytes"]) / 2
+    assert json.loads((out / "result.json").read_text())["finished"] is True
+    best = torch.load(out / "best.pt", weights_only=True)
+    top = max(float(r["test_top1"]) for r in rounds[1:])
+    assert best["metrics"]["test_top1"] == pytest.approx(top)
+
+
+def test_it_learns_and_frozen_layers_stay(photos, tmp_path):
+    both = asked(photos, tmp_path / "run", last=2, epochs=8, rounds=4, lr=3.0)
+    run(both)
+    rounds = rows(tmp_path / "run", "rounds.csv")
+    assert float(rounds[-1]["test_loss"]) < 0.8 * float(rounds[0]["test_loss"])
+    before = server.Server(asked(photos, tmp_path / "new"), Screen(quiet=True)).trainer.model
+    after = tiny.weights(tmp_path / "run")
+    assert torch.equal(before.state_dict()["0.weight"], after["0.weight"])
+    assert not torch.equal(before.state_dict()["5.weight"], after["5.weight"])
+
+
+def test_fedprox_pulls_back(photos, tmp_path):
+    moved = {}
+    for strategy, mu in (("fedavg", 0.0), ("fedprox", 0.0), ("fedprox", 3.0)):
+        both = asked(photos, tmp_path / f"{strategy}{mu}", rounds=1, strategy=strategy, mu=mu,
+                     epochs=4, momentum=0.0)  # fmt: skip
+        run(both)
+        start = server.Server(asked(photos, tmp_path / "new"), Screen(quiet=True))
+        end = tiny.weights(tmp_path / f"{strategy}{mu}")
+        moved[strategy, mu] = sum(
+            (end[n] - p).square().sum().item() for n, p in start.exchange.tensors.items()
+        )
+    assert moved["fedprox", 0.0] == moved["fedavg", 0.0] > 0
+    assert moved["fedprox", 3.0] < 0.8 * moved["fedavg", 0.0]
+
+
+def test_the_pull_is_the_gradient_of_the_penalty(photos, tmp_path):
+    trainer = server.Server(asked(photos, tmp_path / "run"), Screen(quiet=True)).trainer
+    weight = trainer.parameters[0]
+    with client.proximal(trainer, 0.5):
+        weight.grad = torch.zeros_like(weight)
+        with torch.no_grad():
+            weight += 2.0
+        trainer.optimizer.param_groups[0]["lr"] = 0.0
+        trainer.optimizer.step()
+        torch.testing.assert_close(weight.grad, torch.full_like(weight, 1.0))
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "fedadam"])
+def test_a_run_that_stopped_goes_on_as_if_it_had_not(strategy, photos, tmp_path):
+    options = {"strategy": strategy, "rounds": 4, "model": "tiny"}
+    run(asked(photos, tmp_path / "whole", **options))
+    both = asked(photos, tmp_path / "run", **options)
+    calls = []
+
+    def stops(message, context):
+        calls.append(context.node_id)
+        if len(calls) == 8:  # in the third round
+            raise KeyboardInterrupt
+        return client.answer(message, context)
+
+    here = grid.InProcess(stops, settings.to_config(both), grid.parts(3))
+    with pytest.raises(KeyboardInterrupt):
+        run(both, here=here)
+    assert not (tmp_path / "run" / "result.json").exists()
+    assert rows(tmp_path / "run", "rounds.csv")[-1]["round"] == "2"
+    run(both)
+    assert len(rows(tmp_path / "run")) == 12
+    assert tiny.same(tiny.weights(tmp_path / "run"), tiny.weights(tmp_path / "whole"))
+
+
+def spoil(reply: Message, how: str) -> Message:
+    """An answer as no healthy client gives it."""
+    content = reply.content
+    flat = content["arrays"]["float32"].numpy().copy()
+    if how == "nan":
+        flat[7] = float("nan")
+        content["arrays"] = ArrayRecord({"float32": Array(flat)})
+    elif how == "shape":
+        content["arrays"] = ArrayRecord({"float32": Array(flat[:-2])})
+    elif how == "names":
+        content["config"]["layout"] = json.dumps(json.loads(content["config"]["layout"])[1:])
+    elif how == "nothing":
+        del content["arrays"]
+    elif how == "numbers":
+        del content["metrics"]["steps"]
+    elif how == "weight":
+        content["metrics"]["num-examples"] = float("nan")
+    elif how == "raised":
+        raise ZeroDivisionError("a bug of the client's")
+    elif how == "error":
+        return Message(error=Error(2, "no space left"), reply_to=reply)
+    return reply
+
+
+def faulty(how: str, who: set[int]) -> ClientApp:
+    clients = ClientApp()
+
+    @clients.train()
+    def train(message, context):
+        reply = client.answer(message, context)
+        if context.node_id not in who:
+            return reply
+        if how == "error":
+            return Message(error=Error(2, "no space left"), reply_to=message)
+        return spoil(reply, how)
+
+    return clients
+
+
+FAULTS = {
+    "nan": "dropped: 0.weight has 1 values that are no numbers",
+    "shape": "dropped: an array should be",
+    "names": "dropped: other tensors than are trained: missing 0.weight",
+    "nothing": "dropped: not the records",
+    "numbers": "dropped: not the numbers",
+    "weight": "dropped: trained on nan pictures",
+    "raised": "failed: ZeroDivisionError: a bug of the client's",
+    "error": "failed: no space left",
+}
+
+
+@pytest.mark.parametrize("how", FAULTS)
+def test_a_bad_answer_is_dropped_and_reported(how, photos, tmp_path):
+    both = asked(photos, tmp_path / "run", rounds=1)
+    run(both, faulty(how, {2}))
+    clients = rows(tmp_path / "run")
+    bad = [r["status"] for r in clients if r["node"] == "2"]
+    assert len(bad) == 1 and bad[0].startswith(FAULTS[how])
+    assert [r["status"] for r in clients if r["node"] != "2"] == ["used", "used"]
+    assert FAULTS[how] in (tmp_path / "run" / "log.txt").read_text()
+    (a, n), (b, m) = trained(both, 0), trained(both, 2)
+    found = tiny.weights(tmp_path / "run")
+    for name in ("0.weight", "9.bias"):
+        torch.testing.assert_close(found[name], (n * a[name] + m * b[name]) / (n + m))
+
+
+def test_nobody_answers_well(photos, tmp_path):
+    both = asked(photos, tmp_path / "run")
+    with pytest.raises(server.Failed, match="round 1 brought nothing usable in 3 tries"):
+        run(both, faulty("nan", {1, 2, 3}))
+    found = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert found["finished"] is False and "nothing usable" in found["error"]
+    run(both)  # and it can go on
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["finished"] is True
+
+
+class Moody(grid.InProcess):
+    """A grid on which some never answer, and others come later."""
+
+    silent: set[int] = set()
+    late: set[int] = set()
+
+    def get_node_ids(self):
+        asked_before = getattr(self, "seen", 0)
+        return [n for n in self.contexts if n not in self.late or asked_before]
+
+    def push_messages(self, messages):
+        ids = super().push_messages(messages)
+        self.seen = getattr(self, "seen", 0) + 1
+        for i in ids:
+            if self.asked[i].metadata.dst_node_id in self.silent:
+                del self.asked[i]
+        return ids
+
+
+def test_one_that_does_not_answer_in_time_is_left_out(photos, tmp_path):
+    both = asked(photos, tmp_path / "run", rounds=2, answer_minutes=0.02)
+    here = Moody(app.client, settings.to_config(both), grid.parts(3))
+    here.silent = {3}
+    run(both, here=here)
+    status = {(r["round"], r["node"]): r["status"] for r in rows(tmp_path / "run")}
+    assert status["1", "3"] == status["2", "3"] == "no answer"
+    assert status["1", "1"] == status["2", "2"] == "used"
+
+
+def test_one_that_joins_late_takes_part_from_then_on(photos, tmp_path):
+    both = asked(photos, tmp_path / "run")
+    here = Moody(app.client, settings.to_config(both), grid.parts(3))
+    here.late = {3}
+    run(both, here=here)
+    joined = [r["round"] for r in rows(tmp_path / "run") if r["node"] == "3"]
+    assert joined == ["2", "3"]
+    assert "3 clients: 1 joined, 0 left" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_too_few_clients(photos, tmp_path):
+    both = asked(photos, tmp_path / "run", join_minutes=0.005, clients=3)
+    here = Moody(app.client, settings.to_config(both), grid.parts(3))
+    here.late = {2, 3}
+    with pytest.raises(server.Failed, match="1 clients are there .* 3 are needed"):
+        run(both, here=here)
+
+
+def test_a_share_of_the_clients(photos, tmp_path):
+    run(asked(photos, tmp_path / "run", fraction=0.67))
+    assert len(rows(tmp_path / "run")) == 6
+
+
+def test_devices_with_folders_of_their_own(photos, tmp_path):
+    both = asked(photos, tmp_path / "run", rounds=1, clients=1)
+    fewer = tmp_path / "fewer"
+    for name in ("class2", "class0"):
+        (fewer / name).mkdir(parents=True)
+        for i in range(5):
+            source = photos / "train" / name / f"{i}.png"
+            (fewer / name / f"{i}.png").write_bytes(source.read_bytes())
+    other = tiny.photographs(tmp_path / "other", each=2, classes=4)
+    nodes = [{"data": str(fewer)}, {"data": str(other)}, {"data": str(photos), "name": "all"}]
+    run(both, nodes=nodes)
+    status = {r["client"]: r["status"] for r in rows(tmp_path / "run")}
+    assert status["fewer"] == status["all"] == "used"
+    assert "classes that the server does not know: class3" in status["...000002"]
+    data = client.adopted(client.opened(str(fewer), None, False), ("class0", "class1", "class2"))
+    assert set(data.train.labels.tolist()) == {0, 2}
+
+
+def test_a_client_with_other_frozen_weights_is_told(photos, tmp_path):
+    both = asked(photos, tmp_path / "run", rounds=1, last=1)
+    server.Server(both, Screen(quiet=True))  # weights of the usual seed
+    other = tmp_path / "other.pt"
+    model = Trainer(both[0].changed(seed=5), "classification", ("a", "b", "c")).model
+    torch.save(model.state_dict(), other)
+    nodes = [*grid.parts(3)[:2], grid.parts(3)[2] | {"weights": str(other)}]
+    run(both, nodes=nodes)
+    status = [r["status"] for r in rows(tmp_path / "run") if r["node"] == "3"]
+    assert status == ["failed: the frozen layers differ from the server's: "
+                      "other weights or versions"]  # fmt: skip
+
+
+def test_batch_statistics_travel_when_they_are_trained(photos, tmp_path):
+    both = asked(photos, tmp_path / "run", rounds=1, norm="batch", method="exact")
+    run(both)
+    start = server.Server(asked(photos, tmp_path / "new"), Screen(quiet=True)).trainer.model
+    found = tiny.weights(tmp_path / "run")
+    assert not torch.equal(found["1.running_mean"], start.state_dict()["1.running_mean"])
+    assert found["1.num_batches_tracked"] == 0
+
+
+def test_masks(scenes, tmp_path):
+    run(asked(scenes, tmp_path / "run", rounds=1, simulate=2))
+    assert [r["status"] for r in rows(tmp_path / "run")] == ["used", "used"]
+    assert "test_miou" in rows(tmp_path / "run", "rounds.csv")[0]
+
+
+def test_clients_of_one_process_do_not_inherit_from_each_other(photos, tmp_path):
+    """Warm-started layers and momentum: a client's result is that of a process of its own."""
+    both = asked(photos, tmp_path / "run", rounds=1, method="asi", rank=2, simulate=2)
+    found = {}
+
+    def keeps(message, context):
+        reply = client.answer(message, context)
+        found[context.node_id] = reply.content["arrays"]["float32"].numpy()
+        return reply
+
+    run(both, here=grid.InProcess(keeps, settings.to_config(both), grid.parts(2)))
+    together = dict(found)
+    for number in (1, 2):
+        client._trainer.cache_clear()
+        alone = asked(photos, tmp_path / f"alone{number}", rounds=1, method="asi", rank=2,
+                      simulate=2, clients=1)  # fmt: skip
+        here = grid.InProcess(keeps, settings.to_config(alone), grid.parts(2))
+        here.contexts = {number: here.contexts[number]}
+        run(alone, here=here)
+        assert (found[number] == together[number]).all()
+
+
+def test_a_plan_travels_as_text(photos, tmp_path):
+    plan = tmp_path / "plan.yaml"
+    plan.write_text('"0": frozen\n"[35]": {method: galerkin, grid: 4}\n')
+    both = asked(photos, tmp_path / "run", rounds=1, plan=str(plan))
+    config = settings.to_config(both)
+    plan.unlink()  # clients do not have it
+    again = tmp_path / "again.yaml"
+    found = settings.from_config(config, again)
+    assert found[0].changed(plan=None) == both[0].changed(plan=None) and found[1] == both[1]
+    run(found)
+    assert rows(tmp_path / "run")[0]["status"] == "used"
+    assert "0.weight" not in Exchange(client._trainer.__wrapped__(
+        found[0].changed(data=""), "classification", ("a", "b", "c"), None, "none"
+    ).model).tensors  # fmt: skip
+
+
+def test_a_config_says_everything(tmp_path):
+    both = settings.of({"mean": "1,2,3", "rounds": 7, "data": "x", "in_memory": True})
+    config = settings.to_config(both)
+    assert all(isinstance(v, str | int | float | bool) for v in config.values())
+    assert settings.from_config(config, tmp_path / "plan.yaml") == both
+
+
+def test_a_folder_is_for_one_server(photos, tmp_path, monkeypatch):
+    from gradfilter.federated import folder
+
+    monkeypatch.setattr(folder, "PATIENCE", 0.1)
+    both = asked(photos, tmp_path / "run")
+    with folder.alone(tmp_path / "run"), pytest.raises(ValueError, match="another server"):
+        run(both)

@@ -1,0 +1,241 @@
+"""federate and its companions, as a user meets them."""
+
+import json
+import ssl
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+pytest.importorskip("flwr")
+pytest.importorskip("torchvision")
+
+import tiny  # noqa: E402
+
+from gradfilter import cli  # noqa: E402
+from gradfilter.federated import client, flower, launch, settings  # noqa: E402
+from gradfilter.federated.folder import Folder  # noqa: E402
+from gradfilter.recipes.trainer import Trainer  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("tiny_networks")
+
+QUICK = ["--simulate", 2, "--in-process", "--model", "tiny", "--batch", 6, "--rounds", 2]
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    for cached in (client._trainer, client.opened):
+        cached.cache_clear()
+    monkeypatch.setattr(Folder, "draw", lambda *_: None)
+
+
+def gradfilter(*arguments) -> int:
+    try:
+        return cli.main([str(a) for a in arguments])
+    except SystemExit as end:
+        return end.code
+
+
+def federate(*arguments) -> int:
+    return gradfilter("federate", *QUICK, *arguments)
+
+
+def test_a_run_and_what_can_be_done_with_it(photos, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert federate("--data", photos, "--out", out, "--split", "non-iid") == 0
+    said, err = capsys.readouterr()
+    assert "round 2/2: 2 of 2 clients" in said and f"run: {out}" in said
+    assert "\x1b" not in said and "whole networks" in said
+    written = yaml.safe_load((out / "config.yaml").read_text())
+    assert (written["rounds"], written["simulate"], written["split"]) == (2, 2, "non-iid")
+    assert gradfilter("evaluate", out) == 0
+    found = json.loads((out / "evaluation.json").read_text())
+    best = torch.load(out / "best.pt", weights_only=True)["metrics"]
+    assert found["pictures"] == 27 and found["top1"] == pytest.approx(best["test_top1"])
+    assert gradfilter("predict", out, photos / "test" / "class1" / "0.png") == 0
+
+
+def test_without_a_name_a_run_gets_a_folder_of_its_own(photos, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        assert federate("--data", photos, "--rounds", 1) == 0
+    assert sorted(p.name for p in Path("runs").iterdir()) == [
+        "photos-federated",
+        "photos-federated-2",
+    ]
+
+
+def test_options_before_the_file_before_the_defaults(photos, tmp_path):
+    config = tmp_path / "c.yaml"
+    config.write_text(yaml.safe_dump({"data": str(photos), "rounds": 5, "server-lr": 0.5}))
+    out = tmp_path / "run"
+    assert federate("--config", config, "--out", out) == 0
+    written = yaml.safe_load((out / "config.yaml").read_text())
+    assert (written["rounds"], written["server_lr"], written["mu"]) == (2, 0.5, 0.01)
+
+
+def test_stop_and_resume(photos, tmp_path, monkeypatch, capsys):
+    assert federate("--data", photos, "--out", tmp_path / "whole") == 0
+    step, calls = Trainer.step, []
+
+    def interrupted(self, *args):
+        calls.append(1)
+        if len(calls) == 8:
+            raise KeyboardInterrupt
+        step(self, *args)
+
+    monkeypatch.setattr(Trainer, "step", interrupted)
+    assert federate("--data", photos, "--out", tmp_path / "run") == 130
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    monkeypatch.setattr(Trainer, "step", step)
+    assert gradfilter(*told.strip().partition("gradfilter ")[2].split()) == 0
+    assert tiny.same(tiny.weights(tmp_path / "whole"), tiny.weights(tmp_path / "run"))
+
+
+def test_more_rounds_later(photos, tmp_path):
+    out = tmp_path / "run"
+    assert federate("--data", photos, "--out", out) == 0
+    assert gradfilter("federate", "--resume", out, "--rounds", 3) == 0
+    assert json.loads((out / "result.json").read_text())["rounds"] == 3
+
+
+def test_a_run_that_fails_has_an_exit_code(photos, tmp_path, monkeypatch, capsys):
+    def diverges(*_):
+        raise ValueError("the loss stopped being a number")
+
+    monkeypatch.setattr(client, "train", diverges)
+    assert federate("--data", photos, "--out", tmp_path / "run") == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "the loss stopped being a number" in err
+    assert f"--resume {tmp_path / 'run'}" in err
+
+
+MISTAKES = [
+    ("federate", "which pictures? --data"),
+    ("federate --data {photos}", "--simulate N clients here, or --server"),
+    ("federate --data {photos} --simulate 2 --server x:1", "choose"),
+    ("federate --data {photos} --in-process --server x:1", "--simulate N"),
+    ("federate --data {photos} --simulate 0", "whole number"),
+    ("federate --data {photos} --simulate 2 --strategy fedsgd", "invalid choice"),
+    ("federate --data {photos} --simulate 2 --fraction 0", "0 of the clients"),
+    ("federate --data nowhere --simulate 2", "nowhere"),
+    ("federate --data {photos} --simulate 2 --method galerkn", "did you mean"),
+    ("federate --data {photos} --simulate 2 --in-process --last 99", "last=99"),
+    ("federate --data {photos} --simulate 2 --plan none.yaml", "none.yaml"),
+    ("federate --data {photos} --server 127.0.0.1:1 --keys {photos}", "no ca.pem"),
+    ("federate --resume {photos}", "holds no run"),
+    ("federate --data {photos} --simulate 2 --config {photos}/c.yaml", "c.yaml"),
+    ("federate-keys a", "--address"),
+    ("federate-keys ../a --address x", "cannot be the name of a device"),
+    ("federate-server", "--keys DIR"),
+    ("federate-server --keys {photos}", "has no ca.pem"),
+    ("federate-client --server x:1 --part 0", "--keys DIR"),
+    ("federate-client --server x:1 --insecure", "which pictures?"),
+    ("federate-client --server x:1 --keys {photos} --part 0", "no folder of a device"),
+]
+
+
+@pytest.mark.parametrize("asked, says", MISTAKES)
+def test_mistakes_get_one_line_and_exit_code_2(asked, says, photos, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code = gradfilter(*asked.format(photos=photos).split())
+    err = capsys.readouterr().err
+    assert code == 2
+    assert err.count("\n") == 1 and err.startswith("gradfilter federate") and says in err, err
+    assert not list(tmp_path.rglob("last.pt"))
+
+
+def test_a_resumed_run_keeps_what_it_must(photos, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert federate("--data", photos, "--out", out) == 0
+    capsys.readouterr()
+    for option in (["--seed", 5], ["--strategy", "fedadam"], ["--simulate", 3]):
+        assert gradfilter("federate", "--resume", out, *option) == 2
+        assert "which a resumed run keeps" in capsys.readouterr().err
+    assert federate("--data", photos, "--out", out) == 2
+    assert "holds a run" in capsys.readouterr().err
+
+
+def test_a_server_that_is_not_there(photos, tmp_path, capsys):
+    out = tmp_path / "run"
+    line = ["--data", photos, "--server", f"127.0.0.1:{flower.free_port()}", "--out", out]
+    assert gradfilter("federate", *line) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "flwr run" in err and f"--resume {out}" in err
+
+
+def test_the_app_is_one_that_flower_takes(photos, tmp_path):
+    from flwr.cli.config_utils import load_and_validate
+    from flwr.supercore.object_ref import load_app
+
+    both = settings.of({"data": str(photos), "out": str(tmp_path), "simulate": 2, "mean": "1,2,3"})
+    app = launch.write_app(both)
+    config, warnings = load_and_validate(app / "pyproject.toml", check_module=True)
+    found = config["tool"]["flwr"]["app"]["config"]
+    assert not warnings
+    assert settings.from_config(found, tmp_path / "plan.yaml") == both
+    assert load_app("gradfilter_client:app", ImportError, app) is not None
+
+
+def test_help_names_every_option(capsys):
+    assert gradfilter("federate", "--help") == 0
+    told = " ".join(capsys.readouterr().out.split())
+    for name in settings.names():
+        assert "--" + name.replace("_", "-") in told
+    assert "--cache-features" not in told and "--part " not in told
+
+
+def test_without_flower(photos, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "flwr", None)
+    for name in [n for n in sys.modules if n.startswith(("flwr.", "gradfilter.federated."))]:
+        monkeypatch.delitem(sys.modules, name)
+    assert federate("--data", photos, "--out", tmp_path / "run") == 2
+    assert "pip install 'gradfilter[federated]'" in capsys.readouterr().err
+
+
+def test_the_environment_is_quiet_unless_the_user_wants_otherwise(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_TELEMETRY_ENABLED", "1")
+    monkeypatch.setenv("FLWR_HOME", "/somewhere/else")  # its config knows nothing of our server
+    found = flower.environment(tmp_path)
+    assert found["FLWR_TELEMETRY_ENABLED"] == "1" and found["RAY_USAGE_STATS_ENABLED"] == "0"
+    assert found["FLWR_HOME"] == str(tmp_path)
+
+
+def handshake(context: ssl.SSLContext, folder: Path, name: str) -> None:
+    """A TLS connection between two objects in memory."""
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(folder / "server.pem", folder / "server.key")
+    pipes = [ssl.MemoryBIO() for _ in range(4)]
+    here = context.wrap_bio(pipes[0], pipes[1], server_hostname=name)
+    there = server.wrap_bio(pipes[2], pipes[3], server_side=True)
+    for _ in range(4):
+        for side in (here, there):
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            finally:
+                pipes[2].write(pipes[1].read())
+                pipes[0].write(pipes[3].read())
+    assert here.version() == "TLSv1.3" and here.getpeercert()
+
+
+def test_keys(tmp_path, capsys):
+    folder = tmp_path / "keys"
+    line = ["federate-keys", "pi", "--out", folder, "--address", "10.0.0.7", "server.lan"]
+    assert gradfilter(*line) == 0
+    for secret in (folder / "ca.key", folder / "server.key", folder / "pi" / "pi.key"):
+        assert secret.stat().st_mode & 0o777 == 0o600
+    trusting = ssl.create_default_context(cafile=folder / "pi" / "ca.pem")
+    for name in ("10.0.0.7", "server.lan", "localhost"):
+        handshake(trusting, folder, name)
+    for context, name in ((trusting, "other.lan"), (ssl.create_default_context(), "server.lan")):
+        with pytest.raises(ssl.SSLCertVerificationError):
+            handshake(context, folder, name)
+    before = (folder / "pi" / "pi.key").read_bytes(), (folder / "ca.pem").read_bytes()
+    assert gradfilter("federate-keys", "pi", "phone", "--out", folder) == 0
+    assert (folder / "phone" / "ca.pem").read_bytes() == before[1]
+    assert before == ((folder / "pi" / "pi.key").read_bytes(), (folder / "ca.pem").read_bytes())

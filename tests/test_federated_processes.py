@@ -1,0 +1,164 @@
+"""Federated learning by Flower's own processes: simulation, and a deployment on loopback.
+
+A program of Flower's loads torch for every message, so these tests are few and slow.
+"""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr")
+pytest.importorskip("torchvision")
+
+import tiny  # noqa: E402
+
+from gradfilter.federated import flower, keys  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+SOURCE = Path(__file__).parent.parent / "src"
+QUICK = ["--model", "mobilenet_v2", "--weights", "none", "--size", "32", "--last", "4"]
+PATIENCE = 240  # seconds for anything: a busy machine is no failure
+
+
+class Programs:
+    """Command lines of ours as processes, ended when the test is."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.running = folder, {}
+
+    def start(self, name: str, *arguments) -> subprocess.Popen:
+        line = [sys.executable, "-m", "gradfilter", *map(str, arguments)]
+        env = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+        with open(self.folder / f"{name}.log", "ab") as log:
+            process = subprocess.Popen(line, cwd=self.folder, env=env, stdout=log, stderr=log)
+        self.running[name] = process
+        return process
+
+    def said(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def wait(self, name: str) -> int:
+        """The exit code of a program, and what it said if that takes too long."""
+        try:
+            return self.running[name].wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{name} goes on and on:\n{self.said(name)}") from None
+
+    def wait_for(self, name: str, text: str) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while text not in self.said(name):
+            assert time.monotonic() < deadline, f"{name} never says {text!r}:\n{self.said(name)}"
+            assert self.running[name].poll() is None, f"{name} ended:\n{self.said(name)}"
+            time.sleep(0.2)
+
+    def kill(self, name: str, program: str) -> None:
+        """As by a power cut: the program of Flower's below a command of ours, and all with it."""
+        child = self.child(name, program)
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        self.running[name].wait(PATIENCE)
+
+    def child(self, name: str, program: str) -> int:
+        parent = str(self.running[name].pid)
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):
+                words = stat.read_text().rpartition(")")[2].split()
+                line = (stat.parent / "cmdline").read_bytes()
+                if words[1] == parent and program.encode() in line:
+                    return int(stat.parent.name)
+        raise AssertionError(f"{name} has no {program}")
+
+    def stop(self) -> None:
+        for process in self.running.values():
+            process.terminate()
+        for process in self.running.values():
+            process.wait(60)
+
+
+@pytest.fixture
+def programs(tmp_path):
+    found = Programs(tmp_path)
+    yield found
+    found.stop()
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    return tiny.photographs(tmp_path / "photos", each=6, size=32)
+
+
+def rows(out: Path, name: str = "clients.csv") -> list[dict]:
+    with open(out / name, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_simulation(programs, pictures, tmp_path):
+    out = tmp_path / "run"
+    line = ["federate", "--simulate", 3, "--data", pictures, *QUICK, "--rounds", 2, "--out", out]
+    programs.start("run", *line)
+    assert programs.wait("run") == 0, programs.said("run")
+    said = programs.said("run")
+    assert "round 1/2: 3 of 3 clients" in said and "round 2/2: 3 of 3 clients" in said
+    assert {(r["round"], r["client"]) for r in rows(out)} == {
+        (i, part) for i in "12" for part in "012"
+    }
+    assert json.loads((out / "result.json").read_text())["finished"] is True
+    assert not list(Path("/proc").glob(f"{programs.running['run'].pid}/task"))
+
+
+def test_deployment(programs, pictures, tmp_path):
+    """A key that is not known, a client killed, a late one, a server killed and started again."""
+    out, port = tmp_path / "run", flower.free_port()
+    keys.make(tmp_path / "keys", ["127.0.0.1"], ["a", "b", "late"])
+    keys.make(tmp_path / "others", ["127.0.0.1"], ["stranger"])
+    stranger = tmp_path / "others" / "stranger"
+    (stranger / "ca.pem").write_bytes((tmp_path / "keys" / "ca.pem").read_bytes())
+    address = f"127.0.0.1:{port}"
+    serve = ["federate-server", "--keys", "keys", "--host", "127.0.0.1", "--port", port]
+    programs.start("server", *serve)
+    programs.wait_for("server", "late may take part")
+
+    def join(name: str, folder, part: int) -> None:
+        where = ["--server", address, "--keys", folder, "--state", f"{name}-state"]
+        parts = ["--part", part, "--parts", 3, "--name", name]
+        programs.start(name, "federate-client", *where, *parts)
+
+    join("stranger", stranger, 0)
+    join("a", "keys/a", 0)
+    join("b", "keys/b", 1)
+    line = ["--server", address, "--keys", "keys", "--data", pictures, *QUICK, "--rounds", 3]
+    programs.start("run", "federate", *line, "--out", out)
+
+    programs.wait_for("b", "Start `flwr-clientapp` process")
+    programs.kill("b", "flower-supernode")  # in the middle of the first round
+    join("late", "keys/late", 2)
+    assert programs.wait("stranger") != 0
+    assert "Failed to activate SuperNode" in programs.said("stranger")
+
+    programs.wait_for("run", "round 2/3")
+    programs.kill("server", "flower-superlink")  # in the middle of the third round
+    assert programs.wait("run") == 1
+    assert f"gradfilter federate --resume {out}" in programs.said("run")
+    assert not (out / "result.json").exists()
+
+    programs.start("server", *serve)
+    programs.start("again", "federate", "--resume", out)
+    assert programs.wait("again") == 0, programs.said("again")
+    assert "going on after round 2 of 3" in programs.said("again")
+
+    status = {(r["round"], r["client"]): r["status"] for r in rows(out)}
+    assert status["1", "a"] == status["2", "a"] == status["3", "a"] == "used"
+    assert status["2", "late"] == status["3", "late"] == "used"
+    assert not any("stranger" in client for _, client in status)
+    lost = [s for (i, client), s in status.items() if i == "1" and client != "a"]
+    assert len(lost) == 1 and lost[0].startswith(("failed", "no answer"))
+    assert [r["round"] for r in rows(out, "rounds.csv")] == ["0", "1", "2", "3"]
