@@ -11,14 +11,22 @@ const EXACT_DB = 50; // from here on the difference is rounding
 const judged = (e) => e.measured.gradient !== null;
 const exactAt = (e) => entries.find((other) => other.exact && other.last === e.last);
 
-function heights(e) {
-  const kept = state.quantity === "kept_bytes";
-  const unit = kept ? 1024 : 1e6;
-  return e.measured.layers.map((l) =>
-    kept
-      ? { name: l.name, own: l.kept_bytes / unit, beside: l.beside_bytes / unit }
-      : { name: l.name, own: l.backward_macs / unit, beside: 0 },
+// The unit of a bar: what the highest of these contenders is told well in.
+function unitOf(found) {
+  if (state.quantity === "backward_macs") return ["million", 1e6];
+  const most = Math.max(
+    ...found.flatMap((e) => e.measured.layers).map((l) => l.kept_bytes + l.beside_bytes),
   );
+  return most < 2 ** 21 ? ["KiB", 1024] : ["MiB", 2 ** 20];
+}
+
+function heights(e, size) {
+  const kept = state.quantity === "kept_bytes";
+  return e.measured.layers.map((l) => ({
+    name: l.name,
+    own: (kept ? l.kept_bytes : l.backward_macs) / size,
+    beside: kept ? l.beside_bytes / size : 0,
+  }));
 }
 
 function drawLayers() {
@@ -54,11 +62,11 @@ function layerAxis({ frame }, count) {
 }
 
 function drawBars(e, host, box) {
-  const bars = heights(e),
-    exact = exactAt(e);
-  const ghosts = exact && exact !== e ? heights(exact) : [];
-  const kept = state.quantity === "kept_bytes",
-    unit = kept ? "KiB" : "million";
+  const exact = exactAt(e);
+  const kept = state.quantity === "kept_bytes";
+  const [unit, size] = unitOf(exact ? [e, exact] : [e]);
+  const bars = heights(e, size);
+  const ghosts = exact && exact !== e ? heights(exact, size) : [];
   const paper = canvas(host, "cost by layer", { height: 0.36, least: 240, most: 360 });
   const { svg, frame } = paper;
   const high = Math.max(...[...bars, ...ghosts].map((b) => b.own + b.beside)) || 1;

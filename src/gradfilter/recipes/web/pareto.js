@@ -138,7 +138,7 @@ function drawGuides({ svg, frame }, x, y, cost) {
   if (cost.key !== "seconds") return;
   const at = x(inferenceTime());
   svg.append(draw("line", { class: "reference", x1: at, x2: at, y1: frame.top, y2: frame.bottom }));
-  svg.append(draw("text", { x: at + 5, y: frame.bottom - 6 }, "inference"));
+  svg.append(draw("text", { x: at + 5, y: frame.top + 26 }, "inference"));
 }
 
 function point(e, cost, x, y, frame, box) {
