@@ -19,6 +19,7 @@ import re
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,12 +68,12 @@ class Row:
         return f"{self.plan}-seed{self.seed}"
 
 
-def rows() -> list[Row]:
+def rows(budgets: Sequence[str] = BUDGETS) -> list[Row]:
     return [
         Row(data, net, budget, kind, seed)
         for data in SETS
         for net in NETS
-        for budget in BUDGETS
+        for budget in budgets
         for kind in (PLANNED, *SINGLE)
         for seed in accuracy.SEEDS
     ]
@@ -81,7 +82,8 @@ def rows() -> list[Row]:
 def settings_of(row: Row, args: argparse.Namespace, **method) -> Settings:
     plain = accuracy.Row(row.data, row.model, None, "exact", row.seed)
     settings = accuracy.settings_of(plain, args)
-    return settings.changed(batch=BATCH, method="galerkin", **method)
+    epochs = args.epochs or settings.epochs
+    return settings.changed(batch=BATCH, epochs=epochs, method="galerkin", **method)
 
 
 def make(row: Row, args: argparse.Namespace) -> None:
@@ -147,7 +149,7 @@ def run_of(row: Row, args: argparse.Namespace) -> runs.Run:
 def found(args: argparse.Namespace) -> dict[tuple, list[dict]]:
     """What was run, by data, network, budget and kind."""
     results: dict[tuple, list[dict]] = {}
-    for row in rows():
+    for row in rows(args.budgets):
         path = args.results / f"{row.name}.json"
         if path.exists():
             key = row.data, row.model, row.budget, row.kind
@@ -159,7 +161,7 @@ def table(args: argparse.Namespace) -> str:
     """Top-1 of every kind, and how far it is from the planned mix on average."""
     results, lines = found(args), []
     columns = [(data, net) for data in SETS for net in NETS]
-    for budget in BUDGETS:
+    for budget in args.budgets:
         for kind in (PLANNED, *SINGLE):
             cells = [_cell(results.get((*column, budget, kind))) for column in columns]
             lines.append([budget, kind, *cells, _against(results, columns, budget, kind)])
@@ -196,7 +198,9 @@ def plot(args: argparse.Namespace) -> None:
     axes = figure.subplots(1, max(1, len(panels)), squeeze=False)[0]
     for panel, axis in zip(panels, axes, strict=False):
         for kind in (PLANNED, *SINGLE):
-            runs_of = [results[(*panel, b, kind)] for b in BUDGETS if (*panel, b, kind) in results]
+            runs_of = [
+                results[(*panel, b, kind)] for b in args.budgets if (*panel, b, kind) in results
+            ]
             values = [[100 * r["headline"] for r in several] for several in runs_of]
             errors = [statistics.stdev(v) if len(v) > 1 else 0 for v in values]
             memory = [several[0]["memory"] / 2**20 for several in runs_of]
@@ -217,7 +221,9 @@ def parser() -> argparse.ArgumentParser:
     runs.add_arguments(p, RESULTS)
     p.add_argument("--make", action="store_true", help="make the plans and run nothing")
     p.add_argument("--plot", type=Path, help="picture of the results")
+    p.add_argument("--budgets", nargs="+", default=BUDGETS, metavar="MB", help="such as 80MB")
     p.add_argument("--size", type=int, help="image side, where not the network's own")
+    p.add_argument("--epochs", type=int, help="where not those of accuracy.py")
     p.set_defaults(lr=None)
     return p
 
@@ -225,7 +231,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     args.until = time.time() + 60 * args.minutes
-    wanted = [r for r in rows() if re.search(args.only, r.name)]
+    wanted = [r for r in rows(args.budgets) if re.search(args.only, r.name)]
     if args.list:
         print("\n".join(r.name for r in wanted))
     elif args.table:
