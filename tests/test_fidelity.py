@@ -10,7 +10,7 @@ from cases import METHODS, small_cnn
 from torch import nn
 
 import gradfilter as gf
-from gradfilter import cli, cli_measure
+from gradfilter import cli, trial
 from gradfilter.fidelity import Match, Sums, Trend, dc_share
 
 EQUAL = Match(1.0, math.inf, 1.0)
@@ -332,9 +332,9 @@ def test_the_command(kind, request, tiny_networks, tmp_path, capsys):
 
 def test_an_output_layer_of_zeros_is_woken():
     model = small_cnn()
-    assert not cli_measure.wake_head(model)
+    assert not trial.wake_head(model)
     nn.init.zeros_(model[11].weight)
-    assert cli_measure.wake_head(model) and model[11].weight.any()
+    assert trial.wake_head(model) and model[11].weight.any()
 
 
 def test_the_command_refuses_in_one_line(photos, tmp_path, capsys):

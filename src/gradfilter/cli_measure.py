@@ -52,6 +52,7 @@ def fidelity(args: argparse.Namespace) -> None:
     import torch
 
     import gradfilter
+    from gradfilter import trial
     from gradfilter.cli import user_errors
     from gradfilter.recipes import models, parallel
     from gradfilter.recipes.datasets import open_data
@@ -68,7 +69,7 @@ def fidelity(args: argparse.Namespace) -> None:
         model = network.model.to(device)
         size = args.size or network.size
         images, targets = pictures(data, size, args.batch, args.seed)
-    x, drawn = network.prepare(images.to(device)), wake_head(model)
+    x, drawn = network.prepare(images.to(device)), trial.wake_head(model)
     args.size = size
     with user_errors(RuntimeError, AssertionError, ValueError, about=refused(args)):
         try_out(model, x)
@@ -165,17 +166,6 @@ def loss(data, targets):
         return total / count.clamp(min=1)
 
     return mean
-
-
-def wake_head(model) -> bool:
-    """Draw an output layer at random that is all 0, as new ones start; whether it was."""
-    from torch import nn
-
-    layers = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
-    if not layers or bool(layers[-1].weight.any()):
-        return False
-    layers[-1].reset_parameters()
-    return True
 
 
 def save(found, folder: Path | None, name: str) -> None:
