@@ -13,6 +13,7 @@ from gradfilter.chain import Chain, sized
 from gradfilter.choice import Attempt, Choice
 from gradfilter.knapsack import Solution
 from gradfilter.methods import Exact, GalerkinFilter, GradientFilter, Hosvd, Method
+from gradfilter.order import evaluating
 from gradfilter.outcome import Outcome
 from gradfilter.prices import prices
 from gradfilter.search import Limits, Search
@@ -78,7 +79,7 @@ def plan(
     tell = tell or (lambda stage: None)
     with trial.same_chance(device):
         own = trial.exact_copy(model)
-        with torch.no_grad():
+        with torch.no_grad(), evaluating(own):  # or batch norms would move their statistics
             trial.forward("plan", own, example)
         notes = [WOKEN] if trial.wake_head(own) else []
         if target is None:
@@ -147,9 +148,7 @@ def _checked(fidelity, batch, methods, copies) -> tuple[Method, ...]:
             raise ValueError(f"plan: {name} must be a whole number >= {least}, got {value!r}")
     candidates = tuple(METHODS if methods is None else methods)
     if not candidates or not all(isinstance(m, Method) for m in candidates):
-        raise TypeError(
-            f"plan: methods must be methods, as GalerkinFilter(grid=7), got {methods!r}"
-        )
+        raise TypeError(f"plan: give methods as [GalerkinFilter(grid=7)], got {methods!r}")
     return tuple(dict.fromkeys(candidates))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gradfilter import trial
 from gradfilter.convert import Converted, convert
 from gradfilter.methods import Exact, Method
-from gradfilter.order import execution_order
+from gradfilter.order import execution_order, first_calls
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Link:
 
     `methods` are those of the candidates that it takes; `trainable` says whether its weight was
     trained when we came, `parameters` are its parameters that were, and those of its modules.
+    `reads` is the first link that reads the same input: itself, unless branches meet there.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Link:
     methods: tuple[Method, ...]
     modules: tuple[str, ...]
     trainable: bool
+    reads: int
     parameters: tuple[nn.Parameter, ...] = field(repr=False)
 
     @property
@@ -53,7 +55,10 @@ class Chain:
         called = [n for n in plan if model.get_submodule(n) in order]
         self.starts = [order[model.get_submodule(n)] for n in called]
         self.owner = {name: self._link(module, order) for module, name in self.names.items()}
-        self.links = [self._made(i, name, plan, candidates) for i, name in enumerate(called)]
+        reads = self._reads(called)
+        self.links = [
+            self._made(i, name, reads[i], plan, candidates) for i, name in enumerate(called)
+        ]
         self.uniforms = {Exact(): self.exact}
         self.front = [name for name, i in self.owner.items() if i is None]
 
@@ -98,7 +103,14 @@ class Chain:
         i = bisect_right(self.starts, order[module]) - 1
         return None if i < 0 else i
 
-    def _made(self, i: int, name: str, plan, candidates: tuple[Method, ...]) -> Link:
+    def _reads(self, names: list[str]) -> list[int]:
+        """For each layer the first one that reads the same tensor."""
+        calls = first_calls(self.model, self.one)
+        inputs = [next(iter((*a, *k.values())), None) for a, k in (
+            calls[self.model.get_submodule(n)] for n in names)]  # fmt: skip
+        return [next(j for j, x in enumerate(inputs) if x is own) for own in inputs]
+
+    def _made(self, i: int, name: str, reads: int, plan, candidates: tuple[Method, ...]) -> Link:
         layer = self.exact.get_submodule(name)
         ends = i == len(self.starts) - 1
         # as in convert: a Linear layer that ends the network stays exact
@@ -113,7 +125,7 @@ class Chain:
         ]
         trainable = plan[name].trained
         methods = tuple(taken) or (Exact(),)
-        return Link(name, plan[name].kind, methods, modules, trainable, tuple(parameters))
+        return Link(name, plan[name].kind, methods, modules, trainable, reads, tuple(parameters))
 
 
 def mapped(tree, change: Callable[[Tensor], Tensor]):

@@ -206,7 +206,7 @@ def sibling(name: str):
     return module
 
 
-cli_measure = sibling("cli_measure")
+cli_measure, cli_plan = sibling("cli_measure"), sibling("cli_plan")
 COMMANDS = {
     "train": (train, train_arguments),
     "pretrain": (pretrain, train_arguments),
@@ -217,6 +217,7 @@ COMMANDS = {
     "cost": (cost, cost_arguments),
     "profile": (cli_measure.profile, cli_measure.profile_arguments),
     "fidelity": (cli_measure.fidelity, cli_measure.fidelity_arguments),
+    "plan": (cli_plan.plan, cli_plan.plan_arguments),
 }
 
 

@@ -113,10 +113,10 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def planned(args: argparse.Namespace):
     """The method of the options, or the plan of a file."""
-    from gradfilter import plan
     from gradfilter.cli import method_of
+    from gradfilter.plan import read
 
-    return method_of(args) if args.plan is None else plan.read(args.plan)
+    return method_of(args) if args.plan is None else read(args.plan)
 
 
 def try_out(model, x) -> None:

@@ -53,7 +53,12 @@ def kept_bytes(chain: Chain, model: nn.Module, example) -> list[tuple[int, int, 
     of_inputs, told = _by_link(chain, model, example)
     chain.train(set())
     _, untold = _by_link(chain, model, mapped(example, _differentiable))
-    return list(zip(of_inputs, told, map(max, told, untold), strict=True))
+    # what two layers read is kept once, and was charged to one of them
+    most: dict[int, int] = {}
+    for link, size in zip(chain.links, of_inputs, strict=True):
+        most[link.reads] = max(size, most.get(link.reads, 0))
+    inputs = [most[link.reads] for link in chain.links]
+    return list(zip(inputs, told, map(max, told, untold), strict=True))
 
 
 def _differentiable(x: Tensor) -> Tensor:

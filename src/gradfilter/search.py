@@ -19,12 +19,14 @@ TOLD = {"memory": told_bytes, "time": told_seconds}
 class State(NamedTuple):
     """What the layers behind mean for the next one, on the way from the output to the input.
 
-    `rank` is that of the coarsest method so far. `reader` is the method of the layer just behind,
-    where that is trained: what it keeps of its input, an activation before it need not keep again.
+    `rank` is that of the coarsest method so far. `reader` is the method of the layer that reads the
+    next one's output, where that is trained: what it keeps, an activation before it need not keep
+    again. `shared` says that a layer behind keeps an input which one further on reads too.
     """
 
     rank: int
     reader: Method | None
+    shared: bool
 
 
 class Search:
@@ -47,6 +49,7 @@ class Search:
         self.chain, self.worths, self.costs, self.limits = chain, worths, costs, limits
         self.fidelity, self.copies = fidelity or 0.0, copies
         self.last = len(chain.links) - 1
+        self.open = self._open()
         coarse = [m for m in worths.cosine if not passes_exactly(m)]
         # rank 0 is that of methods that pass the gradient on exactly, then from fine to coarse
         self.ranks = {m: 0 for m in worths.cosine} | {
@@ -54,8 +57,12 @@ class Search:
         }
         self.coarsest = [None, *(m for m, rank in self.ranks.items() if rank)]
         self.coarsest.sort(key=lambda m: self.ranks.get(m, 0))
-        readers = [None, *worths.cosine]
-        self.states = [State(k, m) for k in range(len(self.coarsest)) for m in readers]
+        self.states = [
+            State(rank, reader, shared)
+            for rank, coarsest in enumerate(self.coarsest)
+            for reader in dict.fromkeys([None, Exact(), coarsest])
+            for shared in (False, True)
+        ]
         self.number = {state: n for n, state in enumerate(self.states)}
         self.layers = [self._options(i) for i in range(self.last, -1, -1)]
 
@@ -80,17 +87,45 @@ class Search:
                 return None
             value = self.worths.value(i, cosine)
         taken = {"memory": self.held(key, state), "time": self.seconds(key)}
-        then = State(max(rank, state.rank), method if trained else None)
-        return Move(tuple(taken[name] for name in self.limits), value, self.number[then])
+        then = self.number[self._after(key, state)]
+        return Move(tuple(taken[name] for name in self.limits), value, then)
+
+    def _after(self, key: Key, state: State) -> State:
+        i, method, trained = key
+        link, rank = self.chain.links[i], max(self.ranks[method], state.rank)
+        reader, shared = state.reader, state.shared
+        if rank > state.rank:  # another region
+            reader, shared = (Exact() if reader == Exact() else None), False
+        tells = trained and method in (Exact(), self.coarsest[rank])
+        if link.reads == i:
+            return State(rank, method if tells else None, shared and self.open[i] != i)
+        return State(rank, reader, tells or (shared and self.open[i] == link.reads))
+
+    def _open(self) -> list[int | None]:
+        """For each link the input that the nearest branch behind it reads, where that is earlier.
+
+        Of branches within branches the outer one is forgotten: its input counts twice.
+        """
+        found: list[int | None] = []
+        now = None
+        for i in range(self.last, -1, -1):
+            found.append(now)
+            reads = self.chain.links[i].reads
+            now = reads if reads < i else None if now == i else now
+        return found[::-1]
 
     def held(self, key: Key, state: State) -> int:
         """Bytes that a link takes."""
         i, method, trained = key
         link, price = self.chain.links[i], self.costs.of[method][i]
         # between layers that pass the gradient on exactly, maps are dense, whatever the method
-        reader = Exact() if self.ranks[method] == 0 else method
-        passing = price.told if state.reader == reader else price.untold
-        return passing + (price.input + self.copies * link.bytes if trained else 0)
+        teller = method if self.ranks[method] else Exact()
+        passing = price.told if state.reader == teller else price.untold
+        if not trained:
+            return passing
+        here = state.shared and self.open[i] == link.reads
+        kept = here and self.ranks[method] == state.rank and method == teller
+        return passing + (0 if kept else price.input) + self.copies * link.bytes
 
     def seconds(self, key: Key) -> float:
         """Seconds that a link adds to a step."""
@@ -136,13 +171,13 @@ class Search:
     def refusal(self) -> str:
         """One line that says which budget is impossible, and the smallest possible one."""
         parts = [
-            f"{name} of {TOLD[name](self.limits[name])}: the smallest possible is "
-            f"{TOLD[name](least)}"
+            f"a {name} budget of {TOLD[name](self.limits[name])} is impossible: the smallest "
+            f"possible is {TOLD[name](least)}"
             for name, least in self.smallest().items()
             if self.limits[name] < least
         ]
         head = self.chain.links[-1].name
-        return f"plan: impossible, even to train {head!r} alone, in a {' and a '.join(parts)}"
+        return f"plan: {'; '.join(parts)}, which trains the output layer {head!r} alone"
 
 
 def passes_exactly(method: Method) -> bool:
