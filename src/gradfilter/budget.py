@@ -13,7 +13,6 @@ from gradfilter.chain import Chain, sized
 from gradfilter.choice import Attempt, Choice
 from gradfilter.knapsack import Solution
 from gradfilter.methods import Exact, GalerkinFilter, GradientFilter, Hosvd, Method
-from gradfilter.order import evaluating
 from gradfilter.outcome import Outcome
 from gradfilter.prices import prices
 from gradfilter.search import Limits, Search
@@ -74,31 +73,73 @@ def plan(
     plan sought again, a few times at most. An impossible budget is refused with the smallest one.
     """
     limits = _limits(memory, time)
-    candidates = _checked(fidelity, batch, methods, copies)
-    device = trial.check("plan", model, example, target)
-    tell = tell or (lambda stage: None)
-    with trial.same_chance(device):
-        own = trial.exact_copy(model)
-        with torch.no_grad(), evaluating(own):  # or batch norms would move their statistics
-            trial.forward("plan", own, example)
-        notes = [WOKEN] if trial.wake_head(own) else []
-        if target is None:
-            target, told = own_labels(own, example)
-            notes.append(told)
-        step = _sized(example, target, batch)
-        tell("one step of every method")
-        chain = Chain(own, example, candidates)
-        if not chain.links[-1].trainable:
-            raise ValueError(f"plan: the output layer {chain.links[-1].name!r} is frozen: thaw it")
-        used = [m for m in candidates if any(m in x.methods for x in chain.links)]
-        used = list(dict.fromkeys([*used, Exact()]))
-        worths = worth(chain, example, target, used)
-        tell("kept memory" + (" and time of every method" if time is not None else ""))
-        costs = prices(chain, *step, used, device, timed=time is not None)
-        search = Search(chain, worths, costs, limits, fidelity, copies)
-        outcome = Outcome(search, (example, target), step, device)
-        solution, attempts = _settle(search, outcome, tell, notes)
-        return outcome.choice(solution, attempts, notes)
+    options = {"target": target, "batch": batch, "methods": methods, "copies": copies}
+    survey = Survey(model, example, timed=time is not None, tell=tell, **options)
+    return survey.plan(limits.get("memory"), limits.get("time"), fidelity)
+
+
+class Survey:
+    """All that was measured of a model for plans, of which `plan` makes one for each budget.
+
+    For several budgets of one model, where `gradfilter.plan` would measure everything again; with
+    `timed` for budgets of time. The arguments are those of `gradfilter.plan`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example,
+        *,
+        target: Target = None,
+        batch: int | None = None,
+        methods: Sequence[Method] | None = None,
+        copies: int = 2,
+        timed: bool = False,
+        tell: Tell | None = None,
+    ):
+        candidates = _checked(batch, methods, copies)
+        self.device = trial.check("plan", model, example, target)
+        self.copies, self.tell = copies, tell or (lambda stage: None)
+        with trial.same_chance(self.device):
+            own = trial.exact_copy(model).eval()  # or batch norms would move their statistics
+            with torch.no_grad():
+                trial.forward("plan", own, example)
+            self.notes = [WOKEN] if trial.wake_head(own) else []
+            if target is None:
+                target, told = own_labels(own, example)
+                self.notes.append(told)
+            self.batch, self.step = (example, target), _sized(example, target, batch)
+            self.chain = Chain(own, example, candidates)
+            if not self.chain.links[-1].trainable:
+                head = self.chain.links[-1].name
+                raise ValueError(f"plan: the output layer {head!r} is frozen: thaw it")
+            self._measure(candidates, timed)
+
+    def _measure(self, candidates: tuple[Method, ...], timed: bool) -> None:
+        taken = [m for m in candidates if any(m in x.methods for x in self.chain.links)]
+        used = list(dict.fromkeys([*taken, Exact()]))
+        self.tell("gradients by every method")
+        self.worths = worth(self.chain, *self.batch, used)
+        self.tell("memory and time of every method" if timed else "memory of every method")
+        self.costs = prices(self.chain, *self.step, used, self.device, timed)
+
+    def plan(
+        self,
+        memory: Amount | None = None,
+        time: Amount | None = None,
+        fidelity: float | None = None,
+    ) -> Choice:
+        """The best plan within this budget."""
+        limits = _limits(memory, time)
+        if "time" in limits and not self.costs.base:
+            raise ValueError("plan: a survey that was not timed has no plan for a time budget")
+        if fidelity is not None and not 0 <= fidelity <= 1:
+            raise ValueError(f"plan: fidelity is a cosine between 0 and 1, got {fidelity!r}")
+        search = Search(self.chain, self.worths, self.costs, limits, fidelity, self.copies)
+        outcome, notes = Outcome(search, self.batch, self.step, self.device), list(self.notes)
+        with trial.same_chance(self.device):
+            solution, attempts = _settle(search, outcome, self.tell, notes)
+            return outcome.choice(solution, attempts, notes)
 
 
 WOKEN = "the output layer was all 0, which hands back no gradient: it was drawn at random"
@@ -138,10 +179,8 @@ def _limits(memory: Amount | None, time: Amount | None) -> Limits:
     return found
 
 
-def _checked(fidelity, batch, methods, copies) -> tuple[Method, ...]:
+def _checked(batch, methods, copies) -> tuple[Method, ...]:
     """The candidates; refuses options that make no sense."""
-    if fidelity is not None and not 0 <= fidelity <= 1:
-        raise ValueError(f"plan: fidelity is a cosine between 0 and 1, got {fidelity!r}")
     for name, value, least in (("batch", batch, 1), ("copies", copies, 0)):
         whole = isinstance(value, int) and not isinstance(value, bool)
         if value is not None and (not whole or value < least):

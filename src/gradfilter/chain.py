@@ -14,6 +14,7 @@ from gradfilter import trial
 from gradfilter.convert import Converted, convert
 from gradfilter.methods import Exact, Method
 from gradfilter.order import execution_order, first_calls
+from gradfilter.region.grid import takes
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,10 @@ class Chain:
         self.links = [
             self._made(i, name, reads[i], plan, candidates) for i, name in enumerate(called)
         ]
-        self.uniforms = {Exact(): self.exact}
+        self.uniforms: dict[Method, nn.Module] = {}
+        # the first link that can run on the grid, and on which grid
+        found = ((i, m) for i, x in enumerate(self.links) for m in x.methods if takes(m))
+        self.anchor, self.grid = next(found, (None, Exact()))
         self.front = [name for name, i in self.owner.items() if i is None]
 
     def copy(self) -> nn.Module:
@@ -68,12 +72,29 @@ class Chain:
         return copy.deepcopy(self.model, {id(t): t for t in shared})
 
     def uniform(self, method: Method) -> nn.Module:
-        """A copy with the method on every link that takes it, the others exact."""
+        """A copy with the method on every link that takes it, the others exact.
+
+        The anchor has a method of the grid even so, as a plan has where the anchor is frozen: then
+        the engine runs the model, and what lies between other layers too.
+        """
         if method not in self.uniforms:
             self.uniforms[method] = copied = self.copy()
             own = {x.name: method for x in self.links if method in x.methods}
-            convert(copied, own, example=self.one)
+            if self.anchor is not None and not takes(method):
+                own[self.links[self.anchor].name] = self.grid
+            convert(copied, own or {"*": Exact()}, example=self.one)
         return self.uniforms[method]
+
+    def alone(self, method: Method) -> nn.Module:
+        """As `uniform`, with the method on the anchor too."""
+        if takes(method) or self.anchor is None:
+            return self.uniform(method)
+        if method == Exact():
+            return self.exact
+        copied = self.copy()
+        own = {x.name: method for x in self.links if method in x.methods}
+        convert(copied, own or {"*": Exact()}, example=self.one)
+        return copied
 
     def train(self, chosen: set[int]) -> None:
         """Train these links and nothing else."""

@@ -48,7 +48,7 @@ class Outcome:
         """
         chosen = {i: (m, trained) for i, m, trained in _keys(solution)}
         methods = [chosen[i][0] for i in sorted(chosen)]
-        grid = next((m for m in (*methods, *self.worths.cosine) if takes(m)), Exact())
+        grid = next((m for m in (*methods, self.chain.grid) if takes(m)), Exact())
         entries, front = {}, list(self.chain.front)
         for i, link in enumerate(self.chain.links):
             usual = grid if grid in link.methods else Exact()

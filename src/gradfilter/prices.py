@@ -13,10 +13,11 @@ from gradfilter.chain import Chain, mapped
 from gradfilter.convert import FrozenNorm
 from gradfilter.cost import cost
 from gradfilter.methods import Method
-from gradfilter.order import call
+from gradfilter.order import call, evaluating
+from gradfilter.region.grid import takes
 from gradfilter.trial import Target
 
-REPEATS = 4  # timed steps of each configuration, in turns; the best counts
+REPEATS = 3  # timed steps of each configuration, in turns; the best counts
 BRACKETS = 3  # parts of the chain whose time is measured; within one it is shared out
 
 
@@ -44,11 +45,28 @@ class Prices:
     base: float = 0.0
 
 
-def kept_bytes(chain: Chain, model: nn.Module, example) -> list[tuple[int, int, int]]:
-    """Of each link: bytes of its input, told and untold (see `Price`), by two forward passes.
+Bytes = list[tuple[int, int, int]]  # of each link: input, told, untold
 
-    In one all links are trained; in the other all are frozen, and the gradient goes to the input.
+
+def kept_bytes(chain: Chain, method: Method, example) -> Bytes:
+    """What each link keeps with a method (see `Price`).
+
+    Without a layer on the grid no engine runs the model, and all of it keeps something else than
+    before: the anchor, which is the last layer to get another method, is charged for that.
     """
+    found = _kept(chain, chain.uniform(method), example)
+    if takes(method) or chain.anchor is None:
+        return found
+    plain = _kept(chain, chain.alone(method), example)
+    others = [i for i in range(len(found)) if i != chain.anchor]
+    more = sum(plain[i][0] + plain[i][1] - found[i][0] - found[i][1] for i in others)
+    own = plain[chain.anchor]
+    found[chain.anchor] = own[0], own[1] + more, own[2] + more
+    return found
+
+
+def _kept(chain: Chain, model: nn.Module, example) -> Bytes:
+    """By two forward passes: all links trained; all frozen, with the gradient to the input."""
     chain.train(set(range(len(chain.links))))
     of_inputs, told = _by_link(chain, model, example)
     chain.train(set())
@@ -71,25 +89,29 @@ def _by_link(chain: Chain, model: nn.Module, example) -> tuple[list[int], list[i
     with torch.enable_grad():
         call(model.train(), chain.one)  # an engine makes its program now
     inputs, others = ([0.0] * len(chain.links) for _ in range(2))
-    for row in kept.measure(model, example, kinds).rows:
-        for i, share in _shares(chain, row):
-            (inputs if row.kind in kept.LAYERS else others)[i] += share * row.bytes
+    found = kept.measure(model, example, kinds)
+    for row in found.rows:
+        sums = inputs if row.kind in kept.LAYERS else others
+        for i, size in _shares(chain, row, found.after[row.name, row.kind]):
+            sums[i] += size
     return [round(s) for s in inputs], [round(s) for s in others]
 
 
-def _shares(chain: Chain, row: kept.Kept) -> list[tuple[int, float]]:
-    """The links a row is charged to, with the share of each.
+def _shares(chain: Chain, row: kept.Kept, after: dict[str, int]) -> list[tuple[int | None, float]]:
+    """The links a row is charged to, with the bytes of each.
 
-    What a module with layers inside keeps itself is charged to the last of them; but the folded
-    batch norms of a region to theirs, by channels.
+    What a module with layers inside keeps itself is charged to the layers called before it was
+    saved; but the folded batch norms of a region to theirs, by channels.
     """
     inside = chain.inside(row.name)
     if not inside or row.kind in kept.LAYERS:
         owner = chain.owner[row.name]
-        return [] if owner is None else [(owner, 1.0)]
+        return [] if owner is None else [(owner, row.bytes)]
     channels = {i: _channels(chain, i) for i in inside} if row.kind == "norm" else {}
     total = sum(channels.values())
-    return [(i, n / total) for i, n in channels.items()] if total else [(inside[-1], 1.0)]
+    if total:
+        return [(i, row.bytes * n / total) for i, n in channels.items()]
+    return [(chain.owner[layer], size) for layer, size in after.items() if layer]
 
 
 def _channels(chain: Chain, i: int) -> int:
@@ -101,11 +123,10 @@ def prices(
     chain: Chain, example, target: Target, methods: list[Method], device: torch.device, timed: bool
 ) -> Prices:
     """Measure what every link takes with every method; seconds only where `timed`."""
-    models = {m: chain.uniform(m) for m in methods}
-    held = {m: kept_bytes(chain, model, example) for m, model in models.items()}
+    held = {m: kept_bytes(chain, m, example) for m in methods}
     if not timed:
         return Prices({m: [Price(*bytes) for bytes in held[m]] for m in methods})
-    taken, base = seconds(chain, models, example, target, device)
+    taken, base = seconds(chain, methods, example, target, device)
     return Prices(
         {
             m: [Price(*bytes, *times) for bytes, times in zip(held[m], taken[m], strict=True)]
@@ -115,7 +136,7 @@ def prices(
     )
 
 
-def seconds(chain: Chain, models: dict[Method, nn.Module], example, target: Target, device):
+def seconds(chain: Chain, methods: list[Method], example, target: Target, device):
     """Seconds that each link adds to a step, trained and frozen, by method; those of the last.
 
     Steps are timed that train the last link alone, and the last third, two thirds and all of the
@@ -124,28 +145,43 @@ def seconds(chain: Chain, models: dict[Method, nn.Module], example, target: Targ
     (it has no engine), that too is shared out, among all links.
     """
     count = len(chain.links)
-    starts = sorted({round(k * count / BRACKETS) for k in range(BRACKETS)} - {count} | {count - 1})
-    steps = {
-        (m, s): _Timed(chain, model, set(range(s, count)), example, target, device)
-        for m, model in models.items()
-        for s in starts
-    }
+    steps = {}
+    for m in methods:
+        model = chain.uniform(m)
+        for start in _starts(chain, m):
+            at = chain.alone(m) if start == chain.anchor else model
+            links = set(range(start, count))
+            steps[m, start] = _Timed(chain, at, links, example, target, device)
     times = stopwatch.in_turns(steps, REPEATS)
     best = {place: min(found["step"]) for place, found in times.items()}
-    base = min(best[m, count - 1] for m in models)
-    found = {}
-    for m, model in models.items():
-        weights, passing = _weights(chain, model, example)
-        gap = best[m, count - 1] - base
-        extra = [gap * w / sum(weights) for w in weights]
-        for start, end in zip(starts, starts[1:], strict=False):
-            part = max(0.0, best[m, start] - best[m, end])
-            total = sum(weights[start:end])
-            for i in range(start, end):
-                extra[i] += part * weights[i] / total
-        extra[-1] = 0.0  # in the base
-        found[m] = [(t, t * p) for t, p in zip(extra, passing, strict=True)]
-    return found, base
+    base = min(best[m, count - 1] for m in methods)
+    return {m: _shared_out(chain, m, best, base, example) for m in methods}, base
+
+
+def _starts(chain: Chain, method: Method) -> list[int]:
+    """The first trained links of the steps that are timed."""
+    count = len(chain.links)
+    found = {round(k * count / BRACKETS) for k in range(BRACKETS)} | {count - 1}
+    if chain.anchor is not None and not takes(method):
+        found |= {chain.anchor, chain.anchor + 1}  # between them the engine goes
+    return sorted(i for i in found if i < count)
+
+
+def _shared_out(
+    chain: Chain, method: Method, best: dict, base: float, example
+) -> list[tuple[float, float]]:
+    """Seconds of each link with a method, trained and frozen, from those of whole steps."""
+    starts = _starts(chain, method)
+    weights, passing = _weights(chain, chain.uniform(method), example)
+    gap = best[method, starts[-1]] - base
+    extra = [gap * w / sum(weights) for w in weights]
+    for start, end in zip(starts, starts[1:], strict=False):
+        part = max(0.0, best[method, start] - best[method, end])
+        total = sum(weights[start:end])
+        for i in range(start, end):
+            extra[i] += part * weights[i] / total
+    extra[-1] = 0.0  # in the base
+    return [(t, t * p) for t, p in zip(extra, passing, strict=True)]
 
 
 def _weights(chain: Chain, model: nn.Module, example) -> tuple[list[float], list[float]]:
@@ -177,7 +213,7 @@ def _outputs(chain: Chain, example) -> list[int]:
 
     hooks = [watch(i, chain.model.get_submodule(x.name)) for i, x in enumerate(chain.links)]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), evaluating(chain.model):
             call(chain.model, example)
     finally:
         for hook in hooks:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from gradfilter import trial
 from gradfilter.chain import Chain
 from gradfilter.fidelity import Sums
-from gradfilter.methods import Method
+from gradfilter.methods import Exact, Method
 from gradfilter.order import call, evaluating
 from gradfilter.trial import Target
 
@@ -47,8 +47,11 @@ def worth(chain: Chain, batch, target: Target, methods: list[Method]) -> Worth:
     energy = [0.0 if g is None else float(g.double().square().sum()) for g in exact]
     found = {}
     for method in methods:
-        approximate = gradients(chain, chain.uniform(method), batch, target)
-        found[method] = cosines(approximate, exact)
+        if method == Exact():
+            found[method] = cosines(exact, exact)
+        else:
+            approximate = gradients(chain, chain.uniform(method), batch, target)
+            found[method] = cosines(approximate, exact)
     return Worth(exact, energy, found)
 
 
