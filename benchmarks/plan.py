@@ -7,7 +7,7 @@ Budgets of time lie between the step that trains the output layer alone and exac
 layers. The weights are random, the pictures noise: what training takes does not depend on them.
 
     OMP_NUM_THREADS=1 PYTHONPATH=src python benchmarks/plan.py --model mobilenet_v2
-    OMP_NUM_THREADS=1 PYTHONPATH=src python benchmarks/plan.py --suite    # those that are not there yet
+    OMP_NUM_THREADS=1 PYTHONPATH=src python benchmarks/plan.py --suite    # what is not there yet
     PYTHONPATH=src python benchmarks/plan.py --table    # of the results there are
 """
 

@@ -9,6 +9,7 @@ from torch import nn
 
 import gradfilter as gf
 from gradfilter import amounts, budget, choice, cli, outcome, prices, stopwatch
+from gradfilter.budget import Survey
 from gradfilter.plan import Plan, read
 from gradfilter.profiler import PLAN
 
@@ -110,6 +111,30 @@ def test_a_step_of_more_pictures_keeps_more():
     norms = 3 * 4 * (8 + 8 + 16 + 16 + 32)  # the folded batch norms do not grow
     assert many.final.measured.kept - norms == 2 * (few.final.measured.kept - norms)
     assert few.pictures == many.pictures == 4
+
+
+def test_a_mix_of_exact_and_filtered_layers_is_predicted():
+    methods = [gf.Exact(), gf.GalerkinFilter(grid=4)]
+    survey = Survey(chained(), images(), target=TARGET, methods=methods, copies=0)
+    sizes = range(40, 320, 40)
+    found = [survey.plan(memory=1024 * size) for size in sizes]
+    mixed = [f for f in found if f.converted and isinstance(f["4.0"].method, gf.Exact)]
+    assert mixed, "a budget is to give exact layers behind filtered ones"
+    # where the first layer lends the engine, the 96 bytes of its batch norm are shared out
+    gaps = [f.final.predicted.kept - f.final.measured.kept for f in found]
+    assert all(0 <= gap <= 96 for gap in gaps)
+
+
+def test_a_survey_gives_the_plans_that_plan_gives():
+    survey = Survey(branched(), images(), target=TARGET)
+    for size in ("40KB", "100KB"):
+        one, other = (
+            survey.plan(memory=size),
+            gf.plan(branched(), images(), target=TARGET, memory=size),
+        )
+        assert one.entries == other.entries and one.final == other.final
+    with pytest.raises(ValueError, match="not timed"):
+        survey.plan(time="1s")
 
 
 # choice

@@ -60,7 +60,8 @@ class Chain:
         self.links = [
             self._made(i, name, reads[i], plan, candidates) for i, name in enumerate(called)
         ]
-        self.uniforms: dict[Method, nn.Module] = {}
+        self.uniforms: dict[Method, nn.Module] = {Exact(): self.exact}
+        self.anchoreds: dict[Method, nn.Module] = {}
         # the first link that can run on the grid, and on which grid
         found = ((i, m) for i, x in enumerate(self.links) for m in x.methods if takes(m))
         self.anchor, self.grid = next(found, (None, Exact()))
@@ -72,28 +73,28 @@ class Chain:
         return copy.deepcopy(self.model, {id(t): t for t in shared})
 
     def uniform(self, method: Method) -> nn.Module:
-        """A copy with the method on every link that takes it, the others exact.
-
-        The anchor has a method of the grid even so, as a plan has where the anchor is frozen: then
-        the engine runs the model, and what lies between other layers too.
-        """
+        """A copy with the method on every link that takes it, the others exact."""
         if method not in self.uniforms:
-            self.uniforms[method] = copied = self.copy()
             own = {x.name: method for x in self.links if method in x.methods}
-            if self.anchor is not None and not takes(method):
-                own[self.links[self.anchor].name] = self.grid
-            convert(copied, own or {"*": Exact()}, example=self.one)
+            self.uniforms[method] = self._converted(own)
         return self.uniforms[method]
 
-    def alone(self, method: Method) -> nn.Module:
-        """As `uniform`, with the method on the anchor too."""
+    def anchored(self, method: Method) -> nn.Module:
+        """As `uniform`, but the anchor has a method of the grid, as in plans that freeze it.
+
+        Then the engine runs the model, and with it what lies between layers of any method.
+        """
         if takes(method) or self.anchor is None:
             return self.uniform(method)
-        if method == Exact():
-            return self.exact
+        if method not in self.anchoreds:
+            own = {x.name: method for x in self.links if method in x.methods}
+            own[self.links[self.anchor].name] = self.grid
+            self.anchoreds[method] = self._converted(own)
+        return self.anchoreds[method]
+
+    def _converted(self, methods: dict[str, Method]) -> nn.Module:
         copied = self.copy()
-        own = {x.name: method for x in self.links if method in x.methods}
-        convert(copied, own or {"*": Exact()}, example=self.one)
+        convert(copied, methods, example=self.one)
         return copied
 
     def train(self, chosen: set[int]) -> None:

@@ -54,10 +54,10 @@ def kept_bytes(chain: Chain, method: Method, example) -> Bytes:
     Without a layer on the grid no engine runs the model, and all of it keeps something else than
     before: the anchor, which is the last layer to get another method, is charged for that.
     """
-    found = _kept(chain, chain.uniform(method), example)
+    found = _kept(chain, chain.anchored(method), example)
     if takes(method) or chain.anchor is None:
         return found
-    plain = _kept(chain, chain.alone(method), example)
+    plain = _kept(chain, chain.uniform(method), example)
     others = [i for i in range(len(found)) if i != chain.anchor]
     more = sum(plain[i][0] + plain[i][1] - found[i][0] - found[i][1] for i in others)
     own = plain[chain.anchor]
@@ -147,11 +147,11 @@ def seconds(chain: Chain, methods: list[Method], example, target: Target, device
     count = len(chain.links)
     steps = {}
     for m in methods:
-        model = chain.uniform(m)
         for start in _starts(chain, m):
-            at = chain.alone(m) if start == chain.anchor else model
+            frozen = chain.anchor is not None and start > chain.anchor
+            model = chain.anchored(m) if frozen else chain.uniform(m)
             links = set(range(start, count))
-            steps[m, start] = _Timed(chain, at, links, example, target, device)
+            steps[m, start] = _Timed(chain, model, links, example, target, device)
     times = stopwatch.in_turns(steps, REPEATS)
     best = {place: min(found["step"]) for place, found in times.items()}
     base = min(best[m, count - 1] for m in methods)

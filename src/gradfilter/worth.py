@@ -47,11 +47,9 @@ def worth(chain: Chain, batch, target: Target, methods: list[Method]) -> Worth:
     energy = [0.0 if g is None else float(g.double().square().sum()) for g in exact]
     found = {}
     for method in methods:
-        if method == Exact():
-            found[method] = cosines(exact, exact)
-        else:
-            approximate = gradients(chain, chain.uniform(method), batch, target)
-            found[method] = cosines(approximate, exact)
+        same = method == Exact()
+        own = exact if same else gradients(chain, chain.uniform(method), batch, target)
+        found[method] = cosines(own, exact)
     return Worth(exact, energy, found)
 
 
