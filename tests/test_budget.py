@@ -12,6 +12,7 @@ from gradfilter import amounts, budget, choice, cli, outcome, prices, stopwatch
 from gradfilter.budget import Survey
 from gradfilter.plan import Plan, read
 from gradfilter.profiler import PLAN
+from gradfilter.search import Search
 
 MB = 2**20
 
@@ -76,6 +77,13 @@ def test_memory_is_predicted_to_the_byte(network, size, copies):
     assert found.final.predicted == found.final.measured
     assert found.final.measured.total <= amounts.bytes_of(size) == found.memory
     assert len(found.attempts) == 1
+
+
+@pytest.mark.parametrize("size", ["40KB", "100KB"])
+def test_the_memory_of_layers_frozen_between_is_predicted_to_the_byte(size):
+    found = gf.plan(chained(wide=64), images(), target=TARGET, memory=size)
+    assert any(not r.trained for r in found.reasons)
+    assert found.final.predicted == found.final.measured and len(found.attempts) == 1
 
 
 def test_kept_bytes_are_those_that_the_profiler_measures():
@@ -173,6 +181,18 @@ def test_a_layer_frozen_between_takes_its_batch_norm_along():
     for name in between:
         module = model.get_submodule(name.rpartition(".")[0] if name.endswith(".0") else name)
         assert not any(p.requires_grad for p in module.parameters())
+
+
+def test_no_option_is_finer_than_the_layers_behind():
+    survey = Survey(chained(), images(), target=TARGET)
+    search = Search(survey.chain, survey.worths, survey.costs, {"memory": 1e9}, None, 2)
+    checked = 0
+    for option in (o for options in search.layers[1:] for o in options):
+        for state, move in zip(search.states, option.moves, strict=True):
+            finer = search.ranks[option.key[1]] < state.rank
+            checked += finer
+            assert (move is None) == finer
+    assert checked
 
 
 def test_methods_get_coarser_from_the_output_to_the_input():

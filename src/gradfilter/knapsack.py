@@ -119,7 +119,7 @@ def _unbeaten_one(labels: _Labels) -> np.ndarray:
 
 
 def _unbeaten_two(labels: _Labels) -> np.ndarray:
-    """With two budgets: nothing before it in order of cost takes no more of both and is worth it"""
+    """With two budgets: those that none beats which takes no more of both and is worth as much."""
     order = np.lexsort((-labels.value, labels.cost[:, 1], labels.cost[:, 0]))
     second, value = labels.cost[order, 1], labels.value[order]
     beaten = (second[:, None] <= second) & (value[:, None] >= value)  # row beats column
