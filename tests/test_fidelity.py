@@ -10,9 +10,8 @@ from cases import METHODS, small_cnn
 from torch import nn
 
 import gradfilter as gf
-from gradfilter import cli
+from gradfilter import cli, trial
 from gradfilter.fidelity import Match, Sums, Trend, dc_share
-from gradfilter.recipes import models
 
 EQUAL = Match(1.0, math.inf, 1.0)
 
@@ -333,9 +332,9 @@ def test_the_command(kind, request, tiny_networks, tmp_path, capsys):
 
 def test_an_output_layer_of_zeros_is_woken():
     model = small_cnn()
-    assert not models.wake_head(model)
+    assert not trial.wake_head(model)
     nn.init.zeros_(model[11].weight)
-    assert models.wake_head(model) and model[11].weight.any()
+    assert trial.wake_head(model) and model[11].weight.any()
 
 
 def test_the_command_refuses_in_one_line(photos, tmp_path, capsys):

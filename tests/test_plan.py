@@ -4,7 +4,8 @@ import pytest
 from torch import nn
 
 import gradfilter as gf
-from gradfilter import methods, plan
+from gradfilter import methods
+from gradfilter.plan import read
 from gradfilter.recipes import settings
 from gradfilter.recipes.settings import Settings
 
@@ -60,7 +61,7 @@ def test_a_saved_plan_converts_alike(tmp_path, name, last):
 def test_patterns_written_by_hand(tmp_path):
     path = tmp_path / "plan.yaml"
     path.write_text("'*': exact\n'[03]': {method: galerkin, patch: 2, bits: 8}\n'5': frozen\n")
-    made = gf.convert(network(), plan.read(path))
+    made = gf.convert(network(), read(path))
     assert made.converted == dict.fromkeys("03", gf.Int8(gf.GalerkinFilter(patch=2)))
     assert made.frozen == ["5"]
     with pytest.raises(ValueError, match="gives patterns"):
@@ -83,7 +84,7 @@ def test_patterns_written_by_hand(tmp_path):
 def test_plans_with_mistakes(tmp_path, text, says):
     (tmp_path / "plan.yaml").write_text(text)
     with pytest.raises(ValueError, match="plan.yaml.*" + says.replace("(", r"\(")):
-        plan.read(tmp_path / "plan.yaml")
+        read(tmp_path / "plan.yaml")
 
 
 def test_settings_survive_a_file(tmp_path):

@@ -1,5 +1,6 @@
 """Train convolutional networks on small devices: cheaper backward passes, as drop-ins."""
 
+from gradfilter.budget import plan
 from gradfilter.convert import convert, revert
 from gradfilter.cost import cost
 from gradfilter.fidelity import fidelity
@@ -35,6 +36,7 @@ __all__ = [
     "convert",
     "cost",
     "fidelity",
+    "plan",
     "profile",
     "revert",
 ]

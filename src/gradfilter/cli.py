@@ -196,8 +196,8 @@ def sibling(name: str):
     return module
 
 
-cli_compare, cli_measure = sibling("cli_compare"), sibling("cli_measure")
-cli_federate = sibling("cli_federate")
+cli_compare, cli_federate = sibling("cli_compare"), sibling("cli_federate")
+cli_measure, cli_plan = sibling("cli_measure"), sibling("cli_plan")
 COMMANDS = {
     "train": (train, train_arguments),
     "pretrain": (pretrain, train_arguments),
@@ -208,6 +208,7 @@ COMMANDS = {
     "cost": (cost, cost_arguments),
     "profile": (cli_measure.profile, cli_measure.profile_arguments),
     "fidelity": (cli_measure.fidelity, cli_measure.fidelity_arguments),
+    "plan": (cli_plan.plan, cli_plan.plan_arguments),
     "compare": (cli_compare.compare, cli_compare.compare_arguments),
     "federate": (cli_federate.federate, cli_federate.federate_arguments),
     "federate-keys": (cli_federate.federate_keys, cli_federate.federate_keys_arguments),

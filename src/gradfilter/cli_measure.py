@@ -52,6 +52,7 @@ def fidelity(args: argparse.Namespace) -> None:
     import torch
 
     import gradfilter
+    from gradfilter import trial
     from gradfilter.cli import user_errors
     from gradfilter.recipes import models, parallel
     from gradfilter.recipes.datasets import open_data
@@ -68,7 +69,7 @@ def fidelity(args: argparse.Namespace) -> None:
         model = network.model.to(device)
         size = args.size or network.size
         images, targets = pictures(data, size, args.batch, args.seed)
-    x, drawn = network.prepare(images.to(device)), models.wake_head(model)
+    x, drawn = network.prepare(images.to(device)), trial.wake_head(model)
     args.size = size
     with user_errors(RuntimeError, AssertionError, ValueError, about=refused(args)):
         try_out(model, x)
@@ -112,10 +113,10 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def planned(args: argparse.Namespace):
     """The method of the options, or the plan of a file."""
-    from gradfilter import plan
     from gradfilter.cli import method_of
+    from gradfilter.plan import read
 
-    return method_of(args) if args.plan is None else plan.read(args.plan)
+    return method_of(args) if args.plan is None else read(args.plan)
 
 
 def try_out(model, x) -> None:

@@ -39,11 +39,13 @@ class Found:
 
     `engine` has the names of the convolutions that run in regions; `shared` those whose input
     another one reads too: there the region keeps its patch means once, for the first of them.
+    `after` divides the bytes of a row by the layer that was called last when they were saved.
     """
 
     rows: list[Kept]
     engine: set[str] = field(default_factory=set)
     shared: dict[str, str] = field(default_factory=dict)
+    after: dict[Place, dict[str, int]] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -89,6 +91,8 @@ class _Watch:
         self.kinds = kinds
         self.own = {_storage(t) for t in (*model.parameters(), *model.buffers())}
         self.inside: list[str] = []
+        self.latest = ""  # the layer called last
+        self.when: dict[int, str] = {}
         self.claims: dict[int, list[Place]] = {}
         self.held: dict[int, Tensor] = {}  # alive, so that no storage takes the place of another
         self.engine: set[str] = set()
@@ -99,6 +103,8 @@ class _Watch:
         def enter(module, _):
             if module in self.names:
                 self.inside.append(self.names[module])
+                if self.kinds.get(self.names[module]) in LAYERS:
+                    self.latest = self.names[module]
 
         def leave(module, *_):
             if module in self.names and self.inside:
@@ -124,6 +130,7 @@ class _Watch:
         key = _storage(t)
         if key not in self.own:
             self.held.setdefault(key, t)
+            self.when.setdefault(key, self.latest)
             self.claims.setdefault(key, []).append(place)
 
     def look_into_functions(self, output) -> None:
@@ -166,13 +173,14 @@ class _Watch:
             self.claims[_storage(t)] = [(was[0] if name is None else name, kind), *others]
 
     def found(self) -> Found:
-        sums: dict[Place, int] = {}
+        after: dict[Place, dict[str, int]] = {}
         for key, places in self.claims.items():
             place = next((p for p in places if p[1] in LAYERS), places[0])
-            sums[place] = sums.get(place, 0) + self.held[key].untyped_storage().nbytes()
-        rows = [Kept(*place, size) for place, size in sums.items()]
+            own, layer = after.setdefault(place, {}), self.when[key]
+            own[layer] = own.get(layer, 0) + self.held[key].untyped_storage().nbytes()
+        rows = [Kept(*place, sum(own.values())) for place, own in after.items()]
         rows.sort(key=lambda r: (self.order[r.name], r.kind not in LAYERS))
-        return Found(rows, self.engine, self.shared)
+        return Found(rows, self.engine, self.shared, after)
 
 
 def functions(output) -> list[BackwardCFunction]:

@@ -22,9 +22,17 @@ WINDOW = 0.5  # seconds between two readings of an energy counter
 class Step:
     """One training step, or one inference, that says how long each phase took."""
 
-    def __init__(self, model: nn.Module, example, target: Target, device, trains: bool):
+    def __init__(
+        self,
+        model: nn.Module,
+        example,
+        target: Target,
+        device,
+        trains: bool,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
         self.model, self.example, self.target = model, example, target
-        self.device, self.trains = device, trains
+        self.device, self.trains, self.clock = device, trains, clock
         trained = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.SGD(trained, lr=0.0) if trains else None
 
@@ -53,7 +61,7 @@ class Step:
     def _now(self) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+        return self.clock()
 
 
 def in_turns(steps: dict[str, Step], repeats: int) -> dict[str, dict[str, list[float]]]:

@@ -138,3 +138,12 @@ def same_chance(device: torch.device) -> Iterator[None]:
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         yield
+
+
+def wake_head(model: nn.Module) -> bool:
+    """Draw an output layer at random that is all 0, as new ones start; whether it was."""
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    if not layers or bool(layers[-1].weight.any()):
+        return False
+    layers[-1].reset_parameters()
+    return True

@@ -13,7 +13,6 @@ from gradfilter.cost import Cost, cost
 from gradfilter.fidelity import Fidelity, Match, fidelity
 from gradfilter.order import call
 from gradfilter.profiler import Spread
-from gradfilter.recipes import models
 from gradfilter.recipes.datasets import Pictures
 from gradfilter.recipes.trainer import Trainer
 from gradfilter.stopwatch import Step
@@ -138,7 +137,7 @@ def _batch(trainer: Trainer, pictures: Pictures, count: int) -> tuple[Tensor, Ca
 def _look(trainer: Trainer, pictures: Pictures, count: int, advance: Advance) -> _Look:
     """Gradients first: a warm-started method must not have seen these pictures yet."""
     torch.manual_seed(trainer.settings.seed)
-    woken = models.wake_head(trainer.model)
+    woken = trial.wake_head(trainer.model)
     judged = None
     if trainer.plan.converted:
         judged = fidelity(trainer.model, *_batch(trainer, pictures, JUDGED))

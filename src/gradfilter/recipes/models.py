@@ -101,15 +101,6 @@ def start_at_zero(model: nn.Module, num_classes: int) -> None:
             return
 
 
-def wake_head(model: nn.Module) -> bool:
-    """Draw an output layer at random that is all 0, as new ones start; whether it was."""
-    layers = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
-    if not layers or bool(layers[-1].weight.any()):
-        return False
-    layers[-1].reset_parameters()
-    return True
-
-
 def _start(source: Source, name: str, weights: str, size: int | None) -> Start:
     if weights == "none":
         return Start(None, "none (random)")

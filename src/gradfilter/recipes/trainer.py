@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import gradfilter as gf
-from gradfilter import methods, plan
+from gradfilter import methods
+from gradfilter.plan import read
 from gradfilter.recipes import augment, models
 from gradfilter.recipes.classification import Classification
 from gradfilter.recipes.datasets import Pictures
@@ -217,7 +218,7 @@ class Trainer:
 
     def _convert(self) -> gf.Plan:
         s = self.settings
-        what = methods.named(s.method, **s.knobs()) if s.plan is None else plan.read(s.plan)
+        what = methods.named(s.method, **s.knobs()) if s.plan is None else read(s.plan)
         example = self.network.prepare(self.noise(2))
         return gf.convert(
             self.model, what, last=s.last, example=example, norm=s.norm, engine=s.engine

@@ -1,0 +1,200 @@
+"""The best plan within a budget: which layers to train, and with which method each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gradfilter import trial
+from gradfilter.amounts import Amount, bytes_of, seconds_of
+from gradfilter.chain import Chain, sized
+from gradfilter.choice import Attempt, Choice
+from gradfilter.knapsack import Solution
+from gradfilter.methods import Exact, GalerkinFilter, GradientFilter, Hosvd, Method
+from gradfilter.outcome import Outcome
+from gradfilter.prices import prices
+from gradfilter.search import Limits, Search
+from gradfilter.trial import Target
+from gradfilter.worth import own_labels, worth
+
+METHODS = (
+    Exact(),
+    GalerkinFilter(grid=14),
+    GalerkinFilter(grid=7),
+    GalerkinFilter(grid=4),
+    GradientFilter(patch=2),
+    Hosvd(energy=0.8),
+)
+ATTEMPTS = 4  # plans measured at most; the last is handed out as it is
+MARGIN = 0.98  # of the tightened budget, after a plan that broke the last one
+
+Tell = Callable[[str], None]
+
+
+def plan(
+    model: nn.Module,
+    example,
+    *,
+    target: Target = None,
+    memory: Amount | None = None,
+    time: Amount | None = None,
+    fidelity: float | None = None,
+    batch: int | None = None,
+    methods: Sequence[Method] | None = None,
+    copies: int = 2,
+    tell: Tell | None = None,
+) -> Choice:
+    """The plan that promises most learning within a budget; `convert` takes it, `save` writes it.
+
+    Trained are the last layers in the order of execution, as many as pay, each by one of `methods`;
+    some between may be frozen, where their parameters cost more than they bring. The output layer
+    is always trained. Batch-norm statistics are fixed.
+
+    **Memory** (bytes, or "64MB"; a MB is 2**20 bytes) is what training holds beyond the weights
+    and beyond what inference needs: the bytes kept from forward to backward, and for every trained
+    parameter `copies` tensors of its size (2: gradient and momentum; 3 for Adam; 0 to bound kept
+    bytes alone). These can be predicted and measured to the byte. The working maps of a forward
+    pass come on top, whatever is trained; the choice reports the measured peak of a step and of
+    inference. **Time** (seconds, or "200ms") is that of a whole step: processor time where one
+    thread does the work, else wall time. It is predicted from a short measurement.
+
+    **Expected learning** is the sum over trained layers of |e|^2 cos^2: the energy of the layer's
+    exact weight gradient e on this batch, times how much of it the approximate one points at.
+    Errors add up as a gradient goes back, so a layer's cosine is the lower one of two that were
+    measured with one method on all layers: its own method's, and that of the coarsest method that
+    any layer behind it has. `fidelity` is the least cosine with which a layer may be trained.
+
+    `target` is as in `gradfilter.fidelity`; without it classes are drawn from the model's own
+    output. `batch` is the number of pictures in a step, where it is not that of the example.
+
+    The plan is then measured; where it breaks the budget, the budget is tightened and the best
+    plan sought again, a few times at most. An impossible budget is refused with the smallest one.
+    """
+    limits = _limits(memory, time)
+    options = {"target": target, "batch": batch, "methods": methods, "copies": copies}
+    survey = Survey(model, example, timed=time is not None, tell=tell, **options)
+    return survey.plan(limits.get("memory"), limits.get("time"), fidelity)
+
+
+class Survey:
+    """All that was measured of a model for plans, of which `plan` makes one for each budget.
+
+    For several budgets of one model, where `gradfilter.plan` would measure everything again; with
+    `timed` for budgets of time. The arguments are those of `gradfilter.plan`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example,
+        *,
+        target: Target = None,
+        batch: int | None = None,
+        methods: Sequence[Method] | None = None,
+        copies: int = 2,
+        timed: bool = False,
+        tell: Tell | None = None,
+    ):
+        candidates = _checked(batch, methods, copies)
+        self.device = trial.check("plan", model, example, target)
+        self.copies, self.tell = copies, tell or (lambda stage: None)
+        with trial.same_chance(self.device):
+            own = trial.exact_copy(model).eval()  # or batch norms would move their statistics
+            with torch.no_grad():
+                trial.forward("plan", own, example)
+            self.notes = [WOKEN] if trial.wake_head(own) else []
+            if target is None:
+                target, told = own_labels(own, example)
+                self.notes.append(told)
+            self.batch, self.step = (example, target), _sized(example, target, batch)
+            self.chain = Chain(own, example, candidates)
+            if not self.chain.links[-1].trainable:
+                head = self.chain.links[-1].name
+                raise ValueError(f"plan: the output layer {head!r} is frozen: thaw it")
+            self._measure(candidates, timed)
+
+    def _measure(self, candidates: tuple[Method, ...], timed: bool) -> None:
+        taken = [m for m in candidates if any(m in x.methods for x in self.chain.links)]
+        used = list(dict.fromkeys([*taken, Exact()]))
+        self.tell("gradients by every method")
+        self.worths = worth(self.chain, *self.batch, used)
+        self.tell("memory and time of every method" if timed else "memory of every method")
+        self.costs = prices(self.chain, *self.step, used, self.device, timed)
+
+    def plan(
+        self,
+        memory: Amount | None = None,
+        time: Amount | None = None,
+        fidelity: float | None = None,
+    ) -> Choice:
+        """The best plan within this budget."""
+        limits = _limits(memory, time)
+        if "time" in limits and not self.costs.base:
+            raise ValueError("plan: a survey that was not timed has no plan for a time budget")
+        if fidelity is not None and not 0 <= fidelity <= 1:
+            raise ValueError(f"plan: fidelity is a cosine between 0 and 1, got {fidelity!r}")
+        search = Search(self.chain, self.worths, self.costs, limits, fidelity, self.copies)
+        outcome, notes = Outcome(search, self.batch, self.step, self.device), list(self.notes)
+        with trial.same_chance(self.device):
+            solution, attempts = _settle(search, outcome, self.tell, notes)
+            return outcome.choice(solution, attempts, notes)
+
+
+WOKEN = "the output layer was all 0, which hands back no gradient: it was drawn at random"
+
+
+def _settle(
+    search: Search, outcome: Outcome, tell: Tell, notes: list[str]
+) -> tuple[Solution, list[Attempt]]:
+    """Solve and measure, with a tighter budget after each plan that breaks the one given."""
+    limits, attempts, solution = dict(search.limits), [], None
+    for _ in range(ATTEMPTS):
+        tell("the best plan")
+        found = search.solve(limits)
+        if found is None:
+            break
+        solution = found
+        tell("measuring the plan")
+        attempts.append(outcome.attempt(solution, limits))
+        over = attempts[-1].over(search.limits)
+        if max(over.values()) <= 1:
+            return solution, attempts
+        limits = {k: v * (MARGIN / over[k] if over[k] > 1 else 1.0) for k, v in limits.items()}
+    if solution is None:
+        raise ValueError(search.refusal())
+    notes.append(f"the plan does not keep to the budget after {len(attempts)} attempts")
+    return solution, attempts
+
+
+def _limits(memory: Amount | None, time: Amount | None) -> Limits:
+    try:
+        found = {} if memory is None else {"memory": bytes_of(memory)}
+        found |= {} if time is None else {"time": seconds_of(time)}
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"plan: {error}") from error
+    if not found:
+        raise ValueError("plan: give a budget: memory, time or both")
+    return found
+
+
+def _checked(batch, methods, copies) -> tuple[Method, ...]:
+    """The candidates; refuses options that make no sense."""
+    for name, value, least in (("batch", batch, 1), ("copies", copies, 0)):
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and (not whole or value < least):
+            raise ValueError(f"plan: {name} must be a whole number >= {least}, got {value!r}")
+    candidates = tuple(METHODS if methods is None else methods)
+    if not candidates or not all(isinstance(m, Method) for m in candidates):
+        raise TypeError(f"plan: give methods as [GalerkinFilter(grid=7)], got {methods!r}")
+    return tuple(dict.fromkeys(candidates))
+
+
+def _sized(example, target: Target, batch: int | None) -> tuple[object, Target]:
+    """Example and target of a step with so many pictures."""
+    if batch is None or batch == len(next(iter(trial.tensors(example)), ())):
+        return example, target
+    # a loss that is a function knows the targets of its own pictures only
+    known = isinstance(target, Tensor)
+    return sized(example, batch), sized(target, batch) if known else None
