@@ -150,7 +150,8 @@ def test_deployment(programs, pictures, tmp_path):
     assert f"gradfilter federate --resume {out}" in programs.said("run")
     assert not (out / "result.json").exists()
 
-    programs.start("server", *serve)
+    programs.start("restarted", *serve)
+    programs.wait_for("restarted", "serving on")
     programs.start("again", "federate", "--resume", out)
     assert programs.wait("again") == 0, programs.said("again")
     assert "going on after round 2 of 3" in programs.said("again")
