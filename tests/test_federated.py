@@ -249,6 +249,17 @@ def test_nobody_answers_well(photos, tmp_path):
     assert json.loads((tmp_path / "run" / "result.json").read_text())["finished"] is True
 
 
+def test_a_bug_of_the_server_is_in_the_result(photos, tmp_path, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Trainer, "evaluate", broken)
+    with pytest.raises(RuntimeError):
+        run(asked(photos, tmp_path / "run"))
+    found = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert found == {"finished": False, "error": "RuntimeError: out of memory"}
+
+
 class Moody(grid.InProcess):
     """A grid on which some never answer, and others come later."""
 

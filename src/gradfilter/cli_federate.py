@@ -104,7 +104,8 @@ def federate_client(args: argparse.Namespace) -> None:
         raise UserError("--keys DIR (this device's own), or --insecure where the server is")
     if (args.data is None) == (args.part is None):
         raise UserError("which pictures? --data FOLDER of its own, or --part I --parts N")
-    node = {"name": args.name, "weights": args.weights, "device": args.device}
+    name = args.name or (args.keys.resolve().name if args.keys else None)
+    node = {"name": name, "weights": args.weights, "device": args.device}
     if args.data is not None:
         node["data"] = place(args.data)
     else:
@@ -131,7 +132,7 @@ def federate_client_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", default=None, metavar="DIR", help="this device's own pictures, a folder a class")
     add("--part", type=count, default=None, metavar="I", help="or: this part of the run's data")
     add("--parts", type=whole, default=2, metavar="N", help="of so many")
-    add("--name", default=None, help="what to call it in the tables")
+    add("--name", default=None, help="its name in the tables (default: of --keys)")
     add("--weights", default=None, help="file of the network's weights, where it lies elsewhere")
     add("--device", default=None, help="auto, cpu, cuda, ...; by default as the run says")
     add("--state", type=Path, default=Path("client"), metavar="DIR", help="Flower's own files")
