@@ -29,7 +29,7 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 CONNECTION = "gradfilter"  # the name of our connection in Flower's config
-START = 90  # seconds in which a server has to be up
+START = 120  # seconds in which a server has to be up
 ANSWER = 120  # seconds in which a command has to answer
 STOP = 15  # seconds in which a process has to end by itself
 
