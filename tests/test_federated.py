@@ -51,7 +51,7 @@ def rows(out, name="clients.csv") -> list[dict]:
         return list(csv.DictReader(file))
 
 
-def trained(both, part: int) -> tuple[dict, int]:
+def trained(both, part: int, rounds: int = 1) -> tuple[dict, int]:
     """What a client makes of the first global network, by the trainer alone."""
     chosen, _ = both
     data = client.opened(chosen.data, None, False)
@@ -59,7 +59,7 @@ def trained(both, part: int) -> tuple[dict, int]:
     pictures, _ = client.own(chosen, node, data.classes)
     trainer = Trainer(chosen, data.task, data.classes, level=data.augment)
     steps = -(-len(pictures) // chosen.batch)
-    for _ in trainer.steps(pictures, range(steps), both[1].rounds * steps):
+    for _ in trainer.steps(pictures, range(rounds * steps), both[1].rounds * steps):
         pass
     return {k: v.clone() for k, v in trainer.model.state_dict().items()}, len(pictures)
 
@@ -80,6 +80,14 @@ def test_one_client_is_ordinary_training(photos, tmp_path):
     both = asked(photos, tmp_path / "run", rounds=1, simulate=1)
     run(both)
     alone, _ = trained(both, 0)
+    assert tiny.same(alone, tiny.weights(tmp_path / "run"))
+
+
+def test_rounds_go_on_where_the_last_one_ended(photos, tmp_path):
+    """Without momentum, which ends with a round, two rounds of one client are one training."""
+    both = asked(photos, tmp_path / "run", rounds=2, simulate=1, momentum=0.0, model="tiny")
+    run(both)
+    alone, _ = trained(both, 0, rounds=2)
     assert tiny.same(alone, tiny.weights(tmp_path / "run"))
 
 
@@ -239,6 +247,17 @@ def test_nobody_answers_well(photos, tmp_path):
     assert found["finished"] is False and "nothing usable" in found["error"]
     run(both)  # and it can go on
     assert json.loads((tmp_path / "run" / "result.json").read_text())["finished"] is True
+
+
+def test_a_bug_of_the_server_is_in_the_result(photos, tmp_path, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Trainer, "evaluate", broken)
+    with pytest.raises(RuntimeError):
+        run(asked(photos, tmp_path / "run"))
+    found = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert found == {"finished": False, "error": "RuntimeError: out of memory"}
 
 
 class Moody(grid.InProcess):

@@ -121,12 +121,13 @@ def train_arguments(parser: argparse.ArgumentParser) -> None:
     setting_arguments(parser, fields(sibling("recipes.settings").Settings))
 
 
-def setting_arguments(parser: argparse.ArgumentParser, settings, defaults=None) -> None:
-    """An option for each of these fields; `defaults` has those that are not the field's own."""
+def setting_arguments(parser: argparse.ArgumentParser, settings, defaults=None, helps=None) -> None:
+    """An option for each of these fields, with a default or help that is not the field's own."""
     parser.argument_default = argparse.SUPPRESS
     for f in settings:
         about, name = f.metadata, "--" + f.name.replace("_", "-")
         default = (defaults or {}).get(f.name, f.default)
+        help = (helps or {}).get(f.name, about["help"])
         told = "" if default in (None, "") else f" (default: {default})"
         if isinstance(f.default, bool):
             extra = {"action": argparse.BooleanOptionalAction}
@@ -135,7 +136,7 @@ def setting_arguments(parser: argparse.ArgumentParser, settings, defaults=None) 
             kind, choices = about["kind"], about["choices"]
             shown = None if choices else METAVARS.get(kind.__name__, f.name.upper())
             extra = {"type": checked(kind), "choices": choices, "metavar": shown}
-        parser.add_argument(name, help=about["help"].replace("%", "%%") + told, **extra)
+        parser.add_argument(name, help=help.replace("%", "%%") + told, **extra)
 
 
 def evaluate(args: argparse.Namespace) -> None:

@@ -39,12 +39,14 @@ def federate_arguments(parser: argparse.ArgumentParser) -> None:
 
     recipe, federated = sibling("recipes.settings"), sibling("federated.settings")
     parser.argument_default = argparse.SUPPRESS
+    parser.set_defaults(config=None, resume=None)
+    suppressed = {"default": argparse.SUPPRESS}
     add = parser.add_argument
-    add("--config", type=Path, default=None, metavar="FILE", help="YAML or JSON of any options")
-    add("--resume", default=None, metavar="RUN", help="go on after its last finished round")
+    add("--config", type=Path, metavar="FILE", help="YAML or JSON of any options", **suppressed)
+    add("--resume", metavar="RUN", help="go on after its last finished round", **suppressed)
     setting_arguments(parser, fields(federated.Federation))
     used = [f for f in fields(recipe.Settings) if f.name not in federated.UNUSED]
-    setting_arguments(parser, used, federated.DEFAULTS)
+    setting_arguments(parser, used, federated.DEFAULTS, federated.HELP)
 
 
 def federate_keys(args: argparse.Namespace) -> None:
@@ -86,8 +88,9 @@ def federate_server(args: argparse.Namespace) -> None:
 def federate_server_arguments(parser: argparse.ArgumentParser) -> None:
     from gradfilter.cli import whole
 
+    parser.set_defaults(keys=None)
     add = parser.add_argument
-    add("--keys", type=Path, default=None, metavar="DIR", help="folder of federate-keys")
+    add("--keys", type=Path, default=argparse.SUPPRESS, metavar="DIR", help="of federate-keys")
     add("--insecure", action="store_true", help="no TLS and no keys: only to try things out")
     add("--host", default="0.0.0.0", help="address to listen on")
     add("--port", type=whole, default=8000, help="port to listen on")
@@ -104,7 +107,8 @@ def federate_client(args: argparse.Namespace) -> None:
         raise UserError("--keys DIR (this device's own), or --insecure where the server is")
     if (args.data is None) == (args.part is None):
         raise UserError("which pictures? --data FOLDER of its own, or --part I --parts N")
-    node = {"name": args.name, "weights": args.weights, "device": args.device}
+    name = args.name or (args.keys.resolve().name if args.keys else None)
+    node = {"name": name, "weights": args.weights, "device": args.device}
     if args.data is not None:
         node["data"] = place(args.data)
     else:
@@ -123,15 +127,42 @@ def federate_client(args: argparse.Namespace) -> None:
 def federate_client_arguments(parser: argparse.ArgumentParser) -> None:
     from gradfilter.cli import checked, sibling, whole
 
+    # Set before the options are added, so that help does not tell of None.
+    parser.set_defaults(**dict.fromkeys(("keys", "data", "part", "name", "weights", "device")))
     add = parser.add_argument
     count = checked(sibling("recipes.settings").count)
     add("--server", required=True, metavar="HOST:PORT", help="where federate-server listens")
-    add("--keys", type=Path, default=None, metavar="DIR", help="this device's folder of keys")
+    add(
+        "--keys",
+        type=Path,
+        default=argparse.SUPPRESS,
+        metavar="DIR",
+        help="this device's folder of keys",
+    )
     add("--insecure", action="store_true", help="no TLS and no key: only to try things out")
-    add("--data", default=None, metavar="DIR", help="this device's own pictures, a folder a class")
-    add("--part", type=count, default=None, metavar="I", help="or: this part of the run's data")
+    add(
+        "--data",
+        default=argparse.SUPPRESS,
+        metavar="DIR",
+        help="this device's own pictures, a folder a class",
+    )
+    add(
+        "--part",
+        type=count,
+        default=argparse.SUPPRESS,
+        metavar="I",
+        help="or: this part of the run's data",
+    )
     add("--parts", type=whole, default=2, metavar="N", help="of so many")
-    add("--name", default=None, help="what to call it in the tables")
-    add("--weights", default=None, help="file of the network's weights, where it lies elsewhere")
-    add("--device", default=None, help="auto, cpu, cuda, ...; by default as the run says")
+    add("--name", default=argparse.SUPPRESS, help="its name in the tables (default: of --keys)")
+    add(
+        "--weights",
+        default=argparse.SUPPRESS,
+        help="file of the network's weights, where it lies elsewhere",
+    )
+    add(
+        "--device",
+        default=argparse.SUPPRESS,
+        help="auto, cpu, cuda, ...; by default as the run says",
+    )
     add("--state", type=Path, default=Path("client"), metavar="DIR", help="Flower's own files")

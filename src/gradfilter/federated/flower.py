@@ -18,7 +18,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,7 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 CONNECTION = "gradfilter"  # the name of our connection in Flower's config
-START = 90  # seconds in which a server has to be up
+START = 120  # seconds in which a server has to be up
 ANSWER = 120  # seconds in which a command has to answer
 STOP = 15  # seconds in which a process has to end by itself
 
@@ -109,17 +109,36 @@ def start(name: str, *arguments: str, home: Path, log: Path | None) -> subproces
 
 
 def stop(process: subprocess.Popen) -> None:
-    """End a process that `start` began, and those that it began."""
+    """End a process that `start` began and all that came of it, in whatever session they are."""
+    family = descendants(process.pid)
     for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(STOP)
-        except subprocess.TimeoutExpired:
-            continue
-    process.wait()
+    for pid, begun in family.items():
+        if parent_and_begin(pid)[1] == begun:  # and not another one of that number
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """The processes below one, each with when it began; none where there is no /proc."""
+    everyone = {int(p.name): parent_and_begin(int(p.name)) for p in Path("/proc").glob("[0-9]*")}
+    found: dict[int, str] = {}
+    level = {pid}
+    while level:
+        level = {p for p, (parent, _) in everyone.items() if parent in level}
+        found |= {p: everyone[p][1] for p in level}
+    return found
+
+
+def parent_and_begin(pid: int) -> tuple[int, str]:
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0, ""
+    return int(words[1]), words[19]
 
 
 @contextmanager

@@ -296,8 +296,10 @@ def serve(both: Both, screen: Screen, grid: Grid, *, poll: float = 1.0) -> None:
     try:
         with alone(out):
             Server(both, screen, poll=poll).run(grid)
-    except (Failed, ValueError, OSError) as error:
+    except Exception as error:
         told = " ".join(str(error).split())
+        if not isinstance(error, Failed | ValueError | OSError):
+            told = f"{type(error).__name__}: {told}"
         Folder(out, screen).result(finished=False, error=told)
         raise
 

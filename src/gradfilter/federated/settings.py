@@ -27,6 +27,12 @@ UNUSED = (
     "parts", "part", "test", "cache_features", "cache_dir", "save_every", "compare", "tensorboard",
 )  # fmt: skip
 DEFAULTS = {"epochs": 1, "split": "dirichlet", "test": "all"}  # of a client, a round
+HELP = {
+    "data": "an image folder, or the name of a data set; on a server, its test pictures count",
+    "split": "the clients' parts: of few classes each, of skewed classes, or alike",
+    "epochs": "times over its pictures that a client trains in a round",
+    "steps": "so many steps a client and round instead",
+}
 OWN = ("data", "root", "weights", "device", "workers", "in_memory")  # a device may have its own
 
 
