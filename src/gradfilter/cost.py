@@ -102,7 +102,9 @@ def cost(model: nn.Module, example) -> Cost:
     finally:
         for handle in handles:
             handle.remove()
-    return Cost(walk.rows())
+    found = Cost(walk.rows())
+    walk.held.clear()  # its hooks hold the walk: together they would never be let go
+    return found
 
 
 @contextmanager

@@ -76,7 +76,9 @@ def measure(model: nn.Module, example, kinds: dict[str, str]) -> Found:
     with torch.enable_grad(), watch.modules(), saved_tensors_hooks(watch.pack, lambda t: t):
         output = call(model, example)
     watch.look_into_functions(output)
-    return watch.found()
+    found = watch.found()
+    watch.held.clear()  # its hooks hold the watch: together they would never be let go
+    return found
 
 
 class _Watch:
