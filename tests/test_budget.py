@@ -2,14 +2,13 @@
 
 import copy
 import json
-import weakref
 
 import pytest
 import torch
 from torch import nn
 
 import gradfilter as gf
-from gradfilter import amounts, budget, choice, cli, kept, outcome, prices, stopwatch
+from gradfilter import amounts, budget, choice, cli, outcome, prices, stopwatch
 from gradfilter.budget import Survey
 from gradfilter.plan import Plan, read
 from gradfilter.profiler import PLAN
@@ -494,12 +493,3 @@ def test_an_empty_folder_is_told(tmp_path, capsys):
 
 def test_choice_is_a_plan():
     assert issubclass(choice.Choice, Plan)
-
-
-@pytest.mark.parametrize("look", [gf.cost, lambda m, x: kept.measure(m, x, {})])
-def test_what_was_looked_at_is_let_go(look):
-    seen = []
-    model = chained()
-    model[1][0].register_forward_hook(lambda m, i, y: seen.append(weakref.ref(y)))
-    look(model, images())
-    assert seen and seen[0]() is None

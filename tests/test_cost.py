@@ -1,6 +1,8 @@
 """The cost model against the papers, against autograd, and against counting by hand."""
 
+import gc
 import json
+import weakref
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import gradfilter as gf
+from gradfilter import kept
 
 methods = pytest.mark.parametrize("method", METHODS, ids=repr)
 KB = 1024
@@ -394,3 +397,13 @@ def test_cost_leaves_the_model_alone(method):
     assert [(m.gf.before, m.gf.state) for m in model if hasattr(m, "gf")] == states
     assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks
     assert torch.equal(rng, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("look", [gf.cost, lambda model, x: kept.measure(model, x, {})])
+def test_what_was_looked_at_is_let_go(look):
+    seen = []
+    model = small_cnn()
+    model[0].register_forward_hook(lambda m, inputs, y: seen.append(weakref.ref(y)))
+    look(model, torch.randn(2, 3, 12, 12))
+    gc.collect()
+    assert seen and all(y() is None for y in seen)

@@ -125,7 +125,7 @@ class _Watch:
     def pack(self, t: Tensor) -> Tensor:
         name = self.inside[-1] if self.inside else ""
         self.claim(t, (name, self.kinds.get(name, "other")))
-        return t
+        return t.detach()  # a result that its own function held would never be let go
 
     def claim(self, t: Tensor, place: Place) -> None:
         key = _storage(t)
