@@ -105,7 +105,7 @@ def row(name: str, survey: Survey, budget: dict[str, float], x, target) -> dict:
         "measured / budget": again / budget[kind],
         "predicted / measured": predicted / again,
         "attempts": len(plan.attempts),
-        "first predicted / its measured": first(plan, kind),
+        "predicted and measured of each": [both(a, kind) for a in plan.attempts],
         "layers trained": len(trained),
         "methods": sorted({r.method for r in trained}),
         "value": plan.value,
@@ -117,12 +117,11 @@ def row(name: str, survey: Survey, budget: dict[str, float], x, target) -> dict:
     return found
 
 
-def first(plan, kind: str) -> float:
-    """How good the very first prediction was, before any budget was tightened."""
-    a = plan.attempts[0]
+def both(a, kind: str) -> tuple[float, float]:
+    """What was predicted of a plan, and what was measured of it at once."""
     if kind == "memory":
-        return a.predicted.total / a.measured.total
-    return a.predicted_seconds / a.measured_seconds
+        return a.predicted.total, a.measured.total
+    return a.predicted_seconds, a.measured_seconds
 
 
 def run(name: str, count: int) -> dict:
@@ -155,7 +154,8 @@ def told(name: str, r: dict) -> list[str]:
     """One line of the table."""
     unit, word = (MIB, "MB") if r["kind"] == "memory" else (1e-3, "ms")
     values = [f"{r[key] / unit:.1f} {word}" for key in ("budget", "predicted", "measured")]
-    ratios = [f"{r[key]:.2f}" for key in ("measured / budget", "first predicted / its measured")]
+    predicted, real = r["predicted and measured of each"][0]
+    ratios = [f"{r['measured / budget']:.2f}", f"{predicted / real:.2f}"]
     counts = [str(r["attempts"]), str(r["layers trained"])]
     return [name, *values, *ratios, *counts, f"{r['value']:.1%}"]
 

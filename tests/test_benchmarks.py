@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import layers  # noqa: E402
 import measure  # noqa: E402
+import plan as plans  # noqa: E402
 import step  # noqa: E402
 import suite  # noqa: E402
 import variants  # noqa: E402
@@ -268,3 +269,18 @@ def test_step_as_a_command(tmp_path):
     assert result["layers"] == {"in a region": 52}
     assert all(v["peak"]["raw"] > 0 for v in result["variants"].values())
     assert result["variants"]["engine"]["mapped"]["raw"] > 0
+
+
+def test_plan_measures_every_plan_on_a_fresh_model(monkeypatch):
+    monkeypatch.setattr(plans, "network", lambda name: torch.manual_seed(0) and tiny(name).train())
+    monkeypatch.setattr(plans, "batch", lambda n: (torch.randn(n, 3, 16, 16), torch.arange(n)))
+    monkeypatch.setattr(plans, "BUDGETS", {"tiny": (0.01, 0.1)})
+    monkeypatch.setattr(plans, "SHARES", ())  # a tiny network's time is mostly noise
+    monkeypatch.setattr(plans, "STEPS", 1)
+    found = plans.run("tiny", 4)
+    assert len(found["rows"]) == 2 and found["exact step of all layers, s"] > 0
+    for row in found["rows"]:
+        assert row["measured"] == row["measured by the plan"] <= row["budget"]
+        assert row["predicted"] == pytest.approx(row["measured"], rel=1e-3)
+        cells = plans.told("tiny", row)
+        assert len(cells) == len(plans.HEAD) and cells[0] == "tiny"

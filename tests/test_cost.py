@@ -11,6 +11,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import gradfilter as gf
+from gradfilter import kept
 
 methods = pytest.mark.parametrize("method", METHODS, ids=repr)
 KB = 1024
@@ -398,10 +399,11 @@ def test_cost_leaves_the_model_alone(method):
     assert torch.equal(rng, torch.get_rng_state())
 
 
-def test_nothing_of_the_forward_pass_outlives_the_count():
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Sigmoid())
-    weight = weakref.ref(model[0].weight)
-    gf.cost(model, torch.randn(1, 3, 8, 8))
-    del model
+@pytest.mark.parametrize("look", [gf.cost, lambda model, x: kept.measure(model, x, {})])
+def test_what_was_looked_at_is_let_go(look):
+    seen = []
+    model = small_cnn()
+    model[0].register_forward_hook(lambda m, inputs, y: seen.append(weakref.ref(y)))
+    look(model, torch.randn(2, 3, 12, 12))
     gc.collect()
-    assert weight() is None
+    assert seen and all(y() is None for y in seen)

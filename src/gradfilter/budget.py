@@ -29,6 +29,7 @@ METHODS = (
 )
 ATTEMPTS = 4  # plans measured at most; the last is handed out as it is
 MARGIN = 0.98  # of the tightened budget, after a plan that broke the last one
+WOKEN = "the output layer was all 0, which hands back no gradient: it was drawn at random"
 
 Tell = Callable[[str], None]
 
@@ -72,7 +73,7 @@ def plan(
     The plan is then measured; where it breaks the budget, the budget is tightened and the best
     plan sought again, a few times at most. An impossible budget is refused with the smallest one.
     """
-    limits = _limits(memory, time)
+    limits = _limits(memory, time, fidelity)
     options = {"target": target, "batch": batch, "methods": methods, "copies": copies}
     survey = Survey(model, example, timed=time is not None, tell=tell, **options)
     return survey.plan(limits.get("memory"), limits.get("time"), fidelity)
@@ -130,19 +131,14 @@ class Survey:
         fidelity: float | None = None,
     ) -> Choice:
         """The best plan within this budget."""
-        limits = _limits(memory, time)
+        limits = _limits(memory, time, fidelity)
         if "time" in limits and not self.costs.base:
             raise ValueError("plan: a survey that was not timed has no plan for a time budget")
-        if fidelity is not None and not 0 <= fidelity <= 1:
-            raise ValueError(f"plan: fidelity is a cosine between 0 and 1, got {fidelity!r}")
         search = Search(self.chain, self.worths, self.costs, limits, fidelity, self.copies)
         outcome, notes = Outcome(search, self.batch, self.step, self.device), list(self.notes)
         with trial.same_chance(self.device):
             solution, attempts = _settle(search, outcome, self.tell, notes)
             return outcome.choice(solution, attempts, notes)
-
-
-WOKEN = "the output layer was all 0, which hands back no gradient: it was drawn at random"
 
 
 def _settle(
@@ -168,7 +164,10 @@ def _settle(
     return solution, attempts
 
 
-def _limits(memory: Amount | None, time: Amount | None) -> Limits:
+def _limits(memory: Amount | None, time: Amount | None, fidelity: float | None) -> Limits:
+    """What is given of a budget; refuses what is none."""
+    if fidelity is not None and not 0 <= fidelity <= 1:
+        raise ValueError(f"plan: fidelity is a cosine between 0 and 1, got {fidelity!r}")
     try:
         found = {} if memory is None else {"memory": bytes_of(memory)}
         found |= {} if time is None else {"time": seconds_of(time)}

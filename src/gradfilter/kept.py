@@ -76,7 +76,9 @@ def measure(model: nn.Module, example, kinds: dict[str, str]) -> Found:
     with torch.enable_grad(), watch.modules(), saved_tensors_hooks(watch.pack, lambda t: t):
         output = call(model, example)
     watch.look_into_functions(output)
-    return watch.found()
+    found = watch.found()
+    watch.held.clear()  # its hooks hold the watch: together they would never be let go
+    return found
 
 
 class _Watch:
@@ -124,7 +126,7 @@ class _Watch:
         name = self.inside[-1] if self.inside else ""
         t = t.detach()  # an output that its own node holds on to would never be freed
         self.claim(t, (name, self.kinds.get(name, "other")))
-        return t
+        return t.detach()  # a result that its own function held would never be let go
 
     def claim(self, t: Tensor, place: Place) -> None:
         key = _storage(t)
