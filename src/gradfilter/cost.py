@@ -102,9 +102,7 @@ def cost(model: nn.Module, example) -> Cost:
     finally:
         for handle in handles:
             handle.remove()
-    found = Cost(walk.rows())
-    walk.held.clear()  # its hooks hold the walk: together they would never be let go
-    return found
+    return Cost(walk.rows())
 
 
 @contextmanager
@@ -166,7 +164,7 @@ class _Walk:
             size = t.untyped_storage().nbytes()
             self.other_storages.setdefault(key, (self.stack[-1], size))
             self.held.append(t)  # a freed storage's address could be used again
-        return t.detach()  # a result that its own function held would never be let go
+        return t
 
     def layer(self, name: str, module: nn.Module, x: Tensor) -> None:
         """Count a convolution or Linear layer."""

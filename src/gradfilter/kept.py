@@ -76,9 +76,7 @@ def measure(model: nn.Module, example, kinds: dict[str, str]) -> Found:
     with torch.enable_grad(), watch.modules(), saved_tensors_hooks(watch.pack, lambda t: t):
         output = call(model, example)
     watch.look_into_functions(output)
-    found = watch.found()
-    watch.held.clear()  # its hooks hold the watch: together they would never be let go
-    return found
+    return watch.found()
 
 
 class _Watch:
@@ -126,7 +124,7 @@ class _Watch:
         name = self.inside[-1] if self.inside else ""
         t = t.detach()  # an output that its own node holds on to would never be freed
         self.claim(t, (name, self.kinds.get(name, "other")))
-        return t.detach()  # a result that its own function held would never be let go
+        return t
 
     def claim(self, t: Tensor, place: Place) -> None:
         key = _storage(t)
