@@ -45,19 +45,28 @@ class Held:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One solution: what was asked of the optimiser, what it promised, what was measured."""
+    """One plan: what was predicted of it, and what was measured.
 
-    memory_limit: float | None
-    time_limit: float | None
+    `factors` are those by which earlier plans had missed their predictions; of time they are in
+    the prediction.
+    """
+
+    factors: dict[str, float]
     predicted: Held
     predicted_seconds: float | None
     measured: Held
     measured_seconds: float | None
 
-    def over(self, limits: dict[str, float]) -> dict[str, float]:
-        """Measured memory and time over the budgets given."""
+    def keeps(self, limits: dict[str, float]) -> bool:
+        """Whether the plan keeps to the budget."""
         taken = {"memory": self.measured.total, "time": self.measured_seconds}
-        return {name: taken[name] / limit for name, limit in limits.items()}
+        return all(taken[name] <= limit for name, limit in limits.items())
+
+    def missed(self, name: str) -> float:
+        """What was measured over what was predicted; memory predictions carry no factor."""
+        if name == "time":
+            return self.measured_seconds / self.predicted_seconds
+        return self.measured.total / self.predicted.total / self.factors[name]
 
 
 @dataclass(repr=False)
@@ -137,8 +146,8 @@ class Choice(Plan):
         ]
         if len(self.attempts) > 1:
             told.append(
-                f"{len(self.attempts)} plans were measured: the budget was tightened after each "
-                "that did not keep to it"
+                f"{len(self.attempts)} plans were measured: predictions were corrected after each "
+                "that did not keep to the budget"
             )
         if self.peaks:
             of = ", ".join(f"{name} {size / MIB:.1f} MB" for name, size in self.peaks.items())
