@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gradfilter import tables
-from gradfilter.plan import Plan
+from gradfilter.plan import FROZEN, Plan
 
 MIB = 2**20
 
@@ -167,15 +167,18 @@ class Choice(Plan):
         figure.savefig(path)
 
     def _plot_layers(self, axes) -> None:
-        kinds = dict.fromkeys(r.method if r.trained else "frozen" for r in self.reasons)
-        for kind in kinds:
-            own = [(i, r.memory / MIB) for i, r in enumerate(self.reasons)
-                   if (r.method if r.trained else "frozen") == kind]  # fmt: skip
-            axes.bar([i for i, _ in own], [m for _, m in own], label=kind)
+        kinds = [r.method if r.trained else FROZEN for r in self.reasons]
+        for kind in dict.fromkeys(kinds):
+            places = [i for i, k in enumerate(kinds) if k == kind]
+            sizes = [self.reasons[i].memory / MIB for i in places]
+            axes.bar(places, sizes, label=kind, color="0.75" if kind == FROZEN else None)
         axes.set(xlabel="layer, from the first trained to the last", ylabel="memory, MB")
-        axes.legend(frameon=False, fontsize=8)
+        axes.set_ylim(0, 1.3 * max(r.memory / MIB for r in self.reasons))  # room for the legend
+        axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper left")
         energy = axes.twinx()
-        energy.plot([100 * r.energy for r in self.reasons], "k.", markersize=4)
+        shares = [100 * r.energy for r in self.reasons]
+        energy.plot(shares, "k.", markersize=4)
+        energy.set_ylim(0, 1.3 * max(shares) or 1)
         energy.set_ylabel("share of gradient energy, % (dots)")
         energy.spines[["top"]].set_visible(False)
 
