@@ -28,7 +28,7 @@ METHODS = (
     Hosvd(energy=0.8),
 )
 ATTEMPTS = 4  # plans measured at most; the last is handed out as it is
-MARGIN = 0.98  # of the tightened budget, after a plan that broke the last one
+MARGIN = 0.98  # of the budget, once a plan has broken it
 WOKEN = "the output layer was all 0, which hands back no gradient: it was drawn at random"
 
 Tell = Callable[[str], None]
@@ -70,8 +70,9 @@ def plan(
     `target` is as in `gradfilter.fidelity`; without it classes are drawn from the model's own
     output. `batch` is the number of pictures in a step, where it is not that of the example.
 
-    The plan is then measured; where it breaks the budget, the budget is tightened and the best
-    plan sought again, a few times at most. An impossible budget is refused with the smallest one.
+    The plan is then measured; where it breaks the budget, the predictions are corrected by what
+    was measured and the best plan is sought again, a few times at most. An impossible budget is
+    refused with the smallest one.
     """
     limits = _limits(memory, time, fidelity)
     options = {"target": target, "batch": batch, "methods": methods, "copies": copies}
@@ -144,20 +145,20 @@ class Survey:
 def _settle(
     search: Search, outcome: Outcome, tell: Tell, notes: list[str]
 ) -> tuple[Solution, list[Attempt]]:
-    """Solve and measure, with a tighter budget after each plan that breaks the one given."""
-    limits, attempts, solution = dict(search.limits), [], None
+    """Solve and measure; after a plan that breaks the budget, again with corrected predictions."""
+    factors, attempts, solution = dict.fromkeys(search.limits, 1.0), [], None
     for _ in range(ATTEMPTS):
         tell("the best plan")
-        found = search.solve(limits)
+        margin = MARGIN if attempts else 1.0
+        found = search.solve({k: margin * v / factors[k] for k, v in search.limits.items()})
         if found is None:
             break
         solution = found
         tell("measuring the plan")
-        attempts.append(outcome.attempt(solution, limits))
-        over = attempts[-1].over(search.limits)
-        if max(over.values()) <= 1:
+        attempts.append(outcome.attempt(solution, factors))
+        if attempts[-1].keeps(search.limits):
             return solution, attempts
-        limits = {k: v * (MARGIN / over[k] if over[k] > 1 else 1.0) for k, v in limits.items()}
+        factors = {k: max(1.0, f * attempts[-1].missed(k)) for k, f in factors.items()}
     if solution is None:
         raise ValueError(search.refusal())
     notes.append(f"the plan does not keep to the budget after {len(attempts)} attempts")

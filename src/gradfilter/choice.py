@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gradfilter import tables
-from gradfilter.plan import Plan
+from gradfilter.plan import FROZEN, Plan
 
 MIB = 2**20
 
@@ -45,19 +45,28 @@ class Held:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One solution: what was asked of the optimiser, what it promised, what was measured."""
+    """One plan: what was predicted of it, and what was measured.
 
-    memory_limit: float | None
-    time_limit: float | None
+    `factors` are those by which earlier plans had missed their predictions; of time they are in
+    the prediction.
+    """
+
+    factors: dict[str, float]
     predicted: Held
     predicted_seconds: float | None
     measured: Held
     measured_seconds: float | None
 
-    def over(self, limits: dict[str, float]) -> dict[str, float]:
-        """Measured memory and time over the budgets given."""
+    def keeps(self, limits: dict[str, float]) -> bool:
+        """Whether the plan keeps to the budget."""
         taken = {"memory": self.measured.total, "time": self.measured_seconds}
-        return {name: taken[name] / limit for name, limit in limits.items()}
+        return all(taken[name] <= limit for name, limit in limits.items())
+
+    def missed(self, name: str) -> float:
+        """What was measured over what was predicted; memory predictions carry no factor."""
+        if name == "time":
+            return self.measured_seconds / self.predicted_seconds
+        return self.measured.total / self.predicted.total / self.factors[name]
 
 
 @dataclass(repr=False)
@@ -137,8 +146,8 @@ class Choice(Plan):
         ]
         if len(self.attempts) > 1:
             told.append(
-                f"{len(self.attempts)} plans were measured: the budget was tightened after each "
-                "that did not keep to it"
+                f"{len(self.attempts)} plans were measured: predictions were corrected after each "
+                "that did not keep to the budget"
             )
         if self.peaks:
             of = ", ".join(f"{name} {size / MIB:.1f} MB" for name, size in self.peaks.items())
@@ -158,15 +167,18 @@ class Choice(Plan):
         figure.savefig(path)
 
     def _plot_layers(self, axes) -> None:
-        kinds = dict.fromkeys(r.method if r.trained else "frozen" for r in self.reasons)
-        for kind in kinds:
-            own = [(i, r.memory / MIB) for i, r in enumerate(self.reasons)
-                   if (r.method if r.trained else "frozen") == kind]  # fmt: skip
-            axes.bar([i for i, _ in own], [m for _, m in own], label=kind)
+        kinds = [r.method if r.trained else FROZEN for r in self.reasons]
+        for kind in dict.fromkeys(kinds):
+            places = [i for i, k in enumerate(kinds) if k == kind]
+            sizes = [self.reasons[i].memory / MIB for i in places]
+            axes.bar(places, sizes, label=kind, color="0.75" if kind == FROZEN else None)
         axes.set(xlabel="layer, from the first trained to the last", ylabel="memory, MB")
-        axes.legend(frameon=False, fontsize=8)
+        axes.set_ylim(0, 1.3 * max(r.memory / MIB for r in self.reasons))  # room for the legend
+        axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper left")
         energy = axes.twinx()
-        energy.plot([100 * r.energy for r in self.reasons], "k.", markersize=4)
+        shares = [100 * r.energy for r in self.reasons]
+        energy.plot(shares, "k.", markersize=4)
+        energy.set_ylim(0, 1.3 * max(shares) or 1)
         energy.set_ylabel("share of gradient energy, % (dots)")
         energy.spines[["top"]].set_visible(False)
 

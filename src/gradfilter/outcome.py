@@ -70,7 +70,7 @@ class Outcome:
         convert(copied, self.plan(solution), example=self.chain.one)
         return copied.train()
 
-    def attempt(self, solution: Solution, limits: Limits) -> Attempt:
+    def attempt(self, solution: Solution, factors: Limits) -> Attempt:
         """What the solution was expected to take, and what it takes."""
         search, keys = self.search, _keys(solution)
         trained = sum(self.chain.links[i].bytes for i, _, trains in keys if trains)
@@ -81,10 +81,9 @@ class Outcome:
         seconds = search.costs.base + sum(map(search.seconds, keys))
         model = self.planned(solution)
         return Attempt(
-            limits.get("memory"),
-            limits.get("time"),
+            factors,
             predicted,
-            seconds if self.timed else None,
+            factors["time"] * seconds if self.timed else None,
             self.held(model),
             self.seconds(model) if self.timed else None,
         )
