@@ -24,8 +24,8 @@ import torch
 
 import gradfilter as gf
 from gradfilter import stopwatch
-from gradfilter.budget import Survey
-from gradfilter.prices import clock
+from gradfilter.planning.budget import Survey
+from gradfilter.planning.prices import clock
 from gradfilter.profiler import PLAN
 from gradfilter.recipes import models
 

@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 import gradfilter as gf
-from gradfilter import amounts, budget, choice, cli, outcome, prices, stopwatch
-from gradfilter.budget import Survey
+from gradfilter import cli, stopwatch
 from gradfilter.plan import Plan, read
+from gradfilter.planning import amounts, budget, choice, outcome, prices
+from gradfilter.planning.budget import Survey
+from gradfilter.planning.search import Search
 from gradfilter.profiler import PLAN
-from gradfilter.search import Search
 
 MB = 2**20
 

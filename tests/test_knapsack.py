@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradfilter import knapsack
-from gradfilter.knapsack import Move, Option, solve
+from gradfilter.planning import knapsack
+from gradfilter.planning.knapsack import Move, Option, solve
 
 amounts = st.integers(0, 12)
 

@@ -1,6 +1,5 @@
 """Train convolutional networks on small devices: cheaper backward passes, as drop-ins."""
 
-from gradfilter.budget import plan
 from gradfilter.convert import convert, revert
 from gradfilter.cost import cost
 from gradfilter.fidelity import fidelity
@@ -17,6 +16,7 @@ from gradfilter.methods import (
     WalshHadamard,
 )
 from gradfilter.plan import Plan
+from gradfilter.planning.budget import plan
 from gradfilter.profiler import profile
 
 __version__ = "0.1.0"

@@ -61,7 +61,7 @@ def plan(args: argparse.Namespace) -> None:
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
     from gradfilter.cli import checked, sibling, whole
 
-    amounts = sibling("amounts")
+    amounts = sibling("planning.amounts")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EXAMPLES
     add = parser.add_argument

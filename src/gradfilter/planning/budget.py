@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from gradfilter import trial
-from gradfilter.amounts import Amount, bytes_of, seconds_of
-from gradfilter.chain import Chain, sized
-from gradfilter.choice import Attempt, Choice
-from gradfilter.knapsack import Solution
 from gradfilter.methods import Exact, GalerkinFilter, GradientFilter, Hosvd, Method
-from gradfilter.outcome import Outcome
-from gradfilter.prices import prices
-from gradfilter.search import Limits, Search
+from gradfilter.planning.amounts import Amount, bytes_of, seconds_of
+from gradfilter.planning.chain import Chain, sized
+from gradfilter.planning.choice import Attempt, Choice
+from gradfilter.planning.knapsack import Solution
+from gradfilter.planning.outcome import Outcome
+from gradfilter.planning.prices import prices
+from gradfilter.planning.search import Limits, Search
+from gradfilter.planning.worth import own_labels, worth
 from gradfilter.trial import Target
-from gradfilter.worth import own_labels, worth
 
 METHODS = (
     Exact(),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gradfilter.amounts import told_bytes, told_seconds
-from gradfilter.chain import Chain
-from gradfilter.knapsack import Move, Option, Solution, solve
 from gradfilter.methods import Exact, Method
-from gradfilter.prices import Prices
-from gradfilter.worth import Worth
+from gradfilter.planning.amounts import told_bytes, told_seconds
+from gradfilter.planning.chain import Chain
+from gradfilter.planning.knapsack import Move, Option, Solution, solve
+from gradfilter.planning.prices import Prices
+from gradfilter.planning.worth import Worth
 
 Key = tuple[int, Method, bool]  # link, method, whether it is trained
 Limits = dict[str, float]  # "memory" in bytes, "time" in seconds: those that are given

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from gradfilter import kept, stopwatch, trial
-from gradfilter.choice import Attempt, Choice, Held, Reason
 from gradfilter.convert import convert
-from gradfilter.knapsack import Solution
 from gradfilter.methods import Exact
 from gradfilter.order import call
 from gradfilter.plan import Plan
-from gradfilter.prices import clock
+from gradfilter.planning.choice import Attempt, Choice, Held, Reason
+from gradfilter.planning.knapsack import Solution
+from gradfilter.planning.prices import clock
+from gradfilter.planning.search import Key, Limits, Search
+from gradfilter.planning.worth import cosines, gradients
 from gradfilter.region.grid import takes
-from gradfilter.search import Key, Limits, Search
 from gradfilter.trial import Target
-from gradfilter.worth import cosines, gradients
 
 TIMED = 6  # steps of a plan; the best counts
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from gradfilter import kept, stopwatch
-from gradfilter.chain import Chain, mapped
 from gradfilter.convert import FrozenNorm
 from gradfilter.cost import cost
 from gradfilter.methods import Method
 from gradfilter.order import call, evaluating
+from gradfilter.planning.chain import Chain, mapped
 from gradfilter.region.grid import takes
 from gradfilter.trial import Target
 

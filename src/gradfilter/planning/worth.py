@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from gradfilter import trial
-from gradfilter.chain import Chain
 from gradfilter.fidelity import Sums
 from gradfilter.methods import Exact, Method
 from gradfilter.order import call, evaluating
+from gradfilter.planning.chain import Chain
 from gradfilter.trial import Target
 
 Gradients = list[Tensor | None]  # of the weight of every link

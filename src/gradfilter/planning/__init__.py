@@ -1,0 +1,1 @@
+"""The best plan within a budget; `budget.plan` is `gradfilter.plan`."""
