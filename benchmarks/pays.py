@@ -117,7 +117,8 @@ def most_layers(
 ) -> tuple[int, int, gf.Plan]:
     """As many of the last layers as the budget holds by one method: how many, bytes, the plan."""
     low, best = 1, None
-    high = most or len(gf.convert(copy.deepcopy(model), gf.Exact()))
+    every = gf.convert(copy.deepcopy(model), method)
+    high = most or sum(not entry.reason for entry in every.values())  # those that take the method
     while low <= high:
         layers = (low + high) // 2
         held, plan = taken(model, x, method, layers)
