@@ -2,6 +2,7 @@
 
 from gradfilter.convert import convert, revert
 from gradfilter.cost import cost
+from gradfilter.export import export
 from gradfilter.fidelity import fidelity
 from gradfilter.methods import (
     METHODS,
@@ -34,6 +35,7 @@ __all__ = [
     "WalshHadamard",
     "convert",
     "cost",
+    "export",
     "fidelity",
     "profile",
     "revert",

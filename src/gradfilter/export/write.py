@@ -1,0 +1,142 @@
+"""A graph as an ONNX file: what is not read left out, what can be freed early run early."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from gradfilter.export.arithmetic import ONNX_TYPES
+from gradfilter.export.graph import IR_VERSION, OPSET, Batch, Graph, Node, Value
+
+LARGE = 1024  # bytes of a constant that does not stand in the graph itself
+PAGE = 4096
+
+
+class Constants:
+    """A file of constants that several graphs share; equal ones are stored once."""
+
+    def __init__(self, path: Path):
+        self.path, self.file = path, open(path, "wb")
+        self.places: dict[bytes, int] = {}
+
+    def place(self, data: bytes) -> int:
+        """Where the data lies in the file."""
+        key = hashlib.sha256(data).digest()
+        if key not in self.places:
+            at = -(-self.file.tell() // PAGE) * PAGE  # so that it can be mapped into memory
+            self.file.write(bytes(at - self.file.tell()) + data)
+            self.places[key] = at
+        return self.places[key]
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def save(graph: Graph, path: Path, store: Constants) -> None:
+    """Write a graph; its larger constants go to the store."""
+    import onnx
+
+    found = model(graph, path.stem)
+    for tensor in found.graph.initializer:
+        if len(tensor.raw_data) >= LARGE:
+            at = store.place(tensor.raw_data)
+            place = {"location": store.path.name, "offset": at, "length": len(tensor.raw_data)}
+            tensor.data_location = onnx.TensorProto.EXTERNAL
+            for key, value in place.items():
+                tensor.external_data.add(key=key, value=str(value))
+            tensor.ClearField("raw_data")
+    path.write_bytes(found.SerializeToString())
+
+
+def model(graph: Graph, name: str):
+    """The graph as an onnx.ModelProto."""
+    import onnx
+    from onnx import helper
+
+    nodes = ordered(graph)
+    used = {i for node in nodes for i in node.inputs}
+    constants = [
+        onnx.numpy_helper.from_array(array, key)
+        for key, array in graph.constants.items()
+        if key in used
+    ]
+    written = [
+        helper.make_node(n.kind, n.inputs, n.outputs, name=f"{i}", **n.attributes)
+        for i, n in enumerate(nodes)
+    ]
+    inputs = [_info(v.name, v) for v in graph.inputs]
+    outputs = [_info(key, v) for key, v in graph.outputs]
+    body = helper.make_graph(written, name, inputs, outputs, constants)
+    opset = [helper.make_opsetid("", OPSET)]
+    return helper.make_model(
+        body, opset_imports=opset, ir_version=IR_VERSION, producer_name="gradfilter"
+    )
+
+
+def _info(name: str, value: Value):
+    from onnx import helper
+
+    shape = ["images" if isinstance(s, Batch) else s for s in value.shape]
+    return helper.make_tensor_value_info(name, ONNX_TYPES[value.dtype], shape)
+
+
+def ordered(graph: Graph) -> list[Node]:
+    """The nodes that lead to an output, in the order in which they are best run.
+
+    That is the order in which they were written, but that what leads to outputs alone (the
+    gradient and the update of a parameter, patch means that only a gradient reads) runs as soon as
+    it can, so that what it reads is free.
+    """
+    nodes = _renamed(graph)
+    wanted = {key for key, _ in graph.outputs}
+    kept: list[Node] = []
+    for node in reversed(nodes):
+        if not wanted.isdisjoint(node.outputs):
+            wanted.update(node.inputs)
+            kept.append(node)
+    kept.reverse()
+    readers: dict[str, list[int]] = {}
+    for i, node in enumerate(kept):
+        for name in node.inputs:
+            readers.setdefault(name, []).append(i)
+    last = _ends(kept, readers)
+    place = {v.name: -1.0 for v in graph.inputs}
+    keys = []
+    for i, node in enumerate(kept):
+        made = [place[name] for name in node.inputs if name in place]
+        at = max(made, default=-1.0)
+        key = at + 1e-6 if last[i] and at >= 0 else float(i)
+        keys.append(key)
+        for name in node.outputs:
+            place[name] = key if at >= 0 or i else key
+    return [kept[i] for i in sorted(range(len(kept)), key=lambda i: (keys[i], i))]
+
+
+def _ends(nodes: list[Node], readers: dict[str, list[int]]) -> list[bool]:
+    """Whether a node leads to outputs alone, through nodes that do."""
+    found = [False] * len(nodes)
+    for i in range(len(nodes) - 1, -1, -1):
+        after = [j for name in nodes[i].outputs for j in readers.get(name, ())]
+        found[i] = all(found[j] for j in after)
+    return found
+
+
+def _renamed(graph: Graph) -> list[Node]:
+    """Nodes that write the outputs under their own names."""
+    names = {v.name: key for key, v in graph.outputs}
+    return [
+        Node(
+            n.kind,
+            [names.get(i, i) for i in n.inputs],
+            [names.get(o, o) for o in n.outputs],
+            n.attributes,
+        )
+        for n in graph.nodes
+    ]
+
+
+def numpy_type(dtype: torch.dtype) -> np.dtype:
+    return np.dtype(str(dtype).removeprefix("torch."))
