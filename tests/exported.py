@@ -50,13 +50,20 @@ class Folder:
     def __init__(self, path: Path, runtime):
         self.path = path
         self.manifest = json.loads((path / "manifest.json").read_text())
-        self.run_train, self.run_predict = runtime(path / "train.onnx"), runtime(path / "predict.onnx")
+        self.run_train, self.run_predict = (
+            runtime(path / "train.onnx"),
+            runtime(path / "predict.onnx"),
+        )
         self.values = dict(np.load(path / "parameters.npz"))
         dtype = self.manifest["dtype"]
         self.values |= {n: np.zeros(s, dtype) for n, s in self.manifest["state"].items()}
 
     def step(self, x: Tensor, target: Tensor, rate: float = RATE) -> float:
-        given = {"rate": np.array(rate, x.numpy().dtype), "images": x.numpy(), "targets": target.numpy()}
+        given = {
+            "rate": np.array(rate, x.numpy().dtype),
+            "images": x.numpy(),
+            "targets": target.numpy(),
+        }
         found = self.run_train(self.values | given)
         self.values = {n: found[f"new.{n}"] for n in self.values}
         return float(found["loss"])

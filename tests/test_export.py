@@ -9,7 +9,7 @@ import pytest
 import torch
 import torchvision
 from exported import assert_close, in_pytorch, optimizer_of
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from torch import nn
 
 import gradfilter as gf
@@ -22,7 +22,11 @@ PLANS = {
     "gradient filter": gf.GradientFilter(patch=2),
     "gradient filter 3": gf.GradientFilter(patch=3),
     "exact": gf.Exact(),
-    "mixed": {"0.*": gf.GalerkinFilter(grid=3), "1.*": gf.Exact(), "2.*": gf.GradientFilter(patch=2)},
+    "mixed": {
+        "0.*": gf.GalerkinFilter(grid=3),
+        "1.*": gf.Exact(),
+        "2.*": gf.GradientFilter(patch=2),
+    },
     "frozen": {"0.*": "frozen", "1.*": gf.GalerkinFilter(grid=3), "2.*": gf.Exact()},
 }
 
@@ -117,7 +121,12 @@ def test_prediction_is_the_models(tmp_path):
         assert np.abs(folder.scores(x) - scores.numpy()).max() < 1e-9
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+)
 @given(networks.drawn_networks(kinds=[k for k in networks.BLOCKS if k != "drop"]))
 def test_drawn_networks(tmp_path_factory, drawn):
     inner, x = drawn.build()

@@ -206,12 +206,14 @@ def sibling(name: str):
     return module
 
 
+cli_export = sibling("cli_export")
 cli_measure = sibling("cli_measure")
 COMMANDS = {
     "train": (train, train_arguments),
     "pretrain": (pretrain, train_arguments),
     "evaluate": (evaluate, evaluate_arguments),
     "predict": (predict, predict_arguments),
+    "export": (cli_export.export, cli_export.export_arguments),
     "demo": (demo, demo_arguments),
     "info": (info, lambda parser: None),
     "cost": (cost, cost_arguments),
@@ -227,7 +229,8 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         return fail(args.command, str(error))
     except ModuleNotFoundError as error:
-        return fail(args.command, f"needs {error.name}: pip install 'gradfilter[train]'")
+        extra = "export" if error.name in ("onnx", "onnxruntime") else "train"
+        return fail(args.command, f"needs {error.name}: pip install 'gradfilter[{extra}]'")
     except BrokenPipeError:  # the reader of our output has gone
         sys.stderr.close()
         return 1

@@ -195,6 +195,7 @@ OPERATORS = {
     "abs": unary("Abs"),
     "exp": unary("Exp"),
     "log": unary("Log"),
+    "expm1": lambda c, call, x: joined(c, "Sub", c.graph.op("Exp", x, like=x), 1.0),
     "log1p": lambda c, call, x: c.graph.op("Log", joined(c, "Add", x, 1.0), like=x),
     "sqrt": unary("Sqrt"),
     "rsqrt": rsqrt,

@@ -120,7 +120,10 @@ def _by_convolution(c, op: ConvOp, g, x, w_shape):
     """Images as channels: x slides over g, a stride becomes a dilation and the other way round."""
     top, bottom, left, right = op.padding
     reach = [
-        x.shape[2 + i] + op.padding[2 * i] + op.padding[2 * i + 1] - op.stride[i] * (g.shape[2 + i] - 1)
+        x.shape[2 + i]
+        + op.padding[2 * i]
+        + op.padding[2 * i + 1]
+        - op.stride[i] * (g.shape[2 + i] - 1)
         for i in (0, 1)
     ]
     sizes = [-(-r // d) for r, d in zip(reach, op.dilation, strict=True)]
@@ -139,7 +142,15 @@ def _by_own_convolutions(c, op: ConvOp, g, x, w_shape):
     flat_x = c.graph.reshape(x, (1, n * channels, *x.shape[2:]))
     flat_g = c.graph.reshape(g, (n * channels, 1, *g.shape[2:]))
     sizes = [
-        -(-(x.shape[2 + i] + op.padding[2 * i] + op.padding[2 * i + 1] - op.stride[i] * (g.shape[2 + i] - 1)) // op.dilation[i])
+        -(
+            -(
+                x.shape[2 + i]
+                + op.padding[2 * i]
+                + op.padding[2 * i + 1]
+                - op.stride[i] * (g.shape[2 + i] - 1)
+            )
+            // op.dilation[i]
+        )
         for i in (0, 1)
     ]
     found = conv(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from gradfilter.export import Pictures, recorded, write
+from gradfilter.export import Runner, recorded, write
 from gradfilter.export.align import align
 from gradfilter.export.check import no_exact_gradient
 from gradfilter.export.graph import OPSET, Batch, Graph, Value
@@ -24,6 +24,7 @@ from gradfilter.export.trace import traced
 from gradfilter.order import evaluating
 
 FORMAT = 1
+CHECK_STEPS, CHECK_RATE = 3, 0.01
 TRAIN, PREDICT, CONSTANTS = "train.onnx", "predict.onnx", "constants.bin"
 PARAMETERS, MANIFEST = "parameters.npz", "manifest.json"
 NEW = "new."  # stands before the name of what a step puts out
@@ -46,7 +47,7 @@ class Export:
             self.predict = self._lowered(self._prediction())
 
     def _step(self) -> _Traced:
-        step = TrainingStep(
+        step = self.step = TrainingStep(
             self.model, tuple(self.parameters), tuple(self.state), self.optimizer, self.clip
         )
         fixed = [*self.parameters.values(), *self.state.values()]
@@ -73,13 +74,15 @@ class Export:
 
     def _lowered(self, found: _Traced) -> Graph:
         graph = Graph()
-        inputs = [_input(graph, n, t, found.free) for n, t in zip(found.names, found.tensors, strict=True)]
+        inputs = [
+            _input(graph, n, t, found.free) for n, t in zip(found.names, found.tensors, strict=True)
+        ]
         results = Lowering(graph, found.convolutions).run(found.trace, inputs)
         for name, value in zip(found.outputs, results, strict=False):
             graph.output(name, value)
         return graph
 
-    def write(self, path: Path, pictures: Pictures | None) -> Path:
+    def write(self, path: Path, runner: Runner | None) -> Path:
         path.mkdir(parents=True, exist_ok=True)
         store = write.Constants(path / CONSTANTS)
         for name, graph in ((TRAIN, self.train), (PREDICT, self.predict)):
@@ -87,17 +90,18 @@ class Export:
         store.close()
         np.savez(path / PARAMETERS, **{n: p.cpu().numpy() for n, p in self.parameters.items()})
         files = (TRAIN, PREDICT, CONSTANTS, PARAMETERS)
-        about = self._about(pictures) | {"files": {n: digest(path / n) for n in files}}
+        about = self._about(runner) | {"files": {n: digest(path / n) for n in files}}
         (path / MANIFEST).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         return path
 
-    def _about(self, pictures: Pictures | None) -> dict:
+    def _about(self, runner: Runner | None) -> dict:
         """What the manifest says beside the hashes."""
         dtype = str(self.example.dtype).removeprefix("torch.")
         sizes = {"parameters": self.parameters, "state": self.state}
         about = {
             "format": FORMAT,
-            "versions": {n: _version(n) for n in ("gradfilter", "torch", "onnx")} | {"opset": OPSET},
+            "versions": {n: _version(n) for n in ("gradfilter", "torch", "onnx")}
+            | {"opset": OPSET},
             "dtype": dtype,
             **{k: {n: list(t.shape) for n, t in v.items()} for k, v in sizes.items()},
             "images": [self.batch, *self.example.shape[1:]],
@@ -109,9 +113,26 @@ class Export:
                 for name, m in self.model.named_modules()
                 if hasattr(m, "gf")
             },
+            "outputs": self.predict.outputs[0][1].shape[1],
+            "check": self._check(),
             "frozen": any(not p.requires_grad for p in self.model.parameters()),
         }
-        return about if pictures is None else about | {"pictures": vars(pictures)}
+        return about | ({} if runner is None else runner.about())
+
+    def _check(self) -> dict:
+        """A few steps of PyTorch itself, for a device to compare its own with."""
+        random = np.random.RandomState(0)  # whose stream NumPy keeps fixed
+        images = random.standard_normal(self.example[: self.count].shape)
+        outputs = self.predict.outputs[0][1].shape[1]
+        targets = random.randint(outputs, size=tuple(self.target[: self.count].shape))
+        given = [torch.from_numpy(images).to(self.example.dtype), torch.from_numpy(targets).long()]
+        now = [*self.parameters.values(), *self.state.values()]
+        rate, losses = torch.tensor(CHECK_RATE, dtype=self.example.dtype), []
+        with evaluating(self.model):
+            for _ in range(CHECK_STEPS):
+                *now, loss = self.step(*now, rate, *given)[: len(now) + 1]
+                losses.append(float(loss))
+        return {"images": self.count, "rate": CHECK_RATE, "losses": losses}
 
 
 class _Traced:

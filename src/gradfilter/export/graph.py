@@ -72,7 +72,13 @@ class Graph:
         self.outputs.append((name, value))
 
     def op(
-        self, kind: str, *inputs: Operand | None, like: Operand = None, shape=None, dtype=None, **attributes
+        self,
+        kind: str,
+        *inputs: Operand | None,
+        like: Operand = None,
+        shape=None,
+        dtype=None,
+        **attributes,
     ) -> Value:
         """Add a node of one output, which has the shape and type given, or those of `like`."""
         return self.ops(
@@ -126,7 +132,9 @@ class Graph:
         whole = dict(shape=(1,), dtype=torch.int64)
         images = self.op("Shape", self._images(), start=0, end=1, **whole)
         parts = [
-            self.ints(s) if isinstance(s, int) else self.op("Mul", images, self.ints(s.times), **whole)
+            self.ints(s)
+            if isinstance(s, int)
+            else self.op("Mul", images, self.ints(s.times), **whole)
             for s in shape
         ]
         return self.op("Concat", *parts, axis=0, shape=(len(shape),), dtype=torch.int64)
@@ -162,14 +170,10 @@ class Graph:
 
     def sum(self, x: Operand, axes: list[int], keep: bool = False, kind="ReduceSum") -> Operand:
         axes = sorted(d % len(x.shape) for d in axes)
-        shape = tuple(
-            1 if d in axes else s for d, s in enumerate(x.shape) if keep or d not in axes
-        )
+        shape = tuple(1 if d in axes else s for d, s in enumerate(x.shape) if keep or d not in axes)
         if all(x.shape[d] == 1 for d in axes):
             return self.reshape(x, shape)
-        return self.op(
-            kind, x, self.ints(*axes), keepdims=int(keep), shape=shape, dtype=x.dtype
-        )
+        return self.op(kind, x, self.ints(*axes), keepdims=int(keep), shape=shape, dtype=x.dtype)
 
     def matmul(self, a: Operand, b: Operand) -> Value:
         lead = broadcast(a.shape[:-2], b.shape[:-2])

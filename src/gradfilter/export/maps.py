@@ -30,7 +30,9 @@ def windows(size: int, out: int, kernel: int, stride: int, padding: int) -> Tens
     return ((i >= start) & (i < start + kernel)).double()
 
 
-def pool_matrices(size, out, kernel, stride=None, padding=0, ceil=False, count_pad=True, divisor=None):
+def pool_matrices(
+    size, out, kernel, stride=None, padding=0, ceil=False, count_pad=True, divisor=None
+):
     """The matrix of an average pool along each axis."""
     kernel, stride, padding = (_pair(v) for v in (kernel, stride or kernel, padding))
     found = []
@@ -47,7 +49,9 @@ def pool_matrices(size, out, kernel, stride=None, padding=0, ceil=False, count_p
     return found
 
 
-def avg_pool(c, call, x, kernel, stride=(), padding=(0, 0), ceil=False, count_pad=True, divisor=None):
+def avg_pool(
+    c, call, x, kernel, stride=(), padding=(0, 0), ceil=False, count_pad=True, divisor=None
+):
     size, out = x.shape[2:], call.shape[2:]
     kernel, stride, padding = (_pair(v) for v in (kernel, stride or kernel, padding))
     inside = all(
@@ -161,7 +165,9 @@ def max_pool_backward(c, call, grad, x, kernel, stride, padding, dilation, ceil,
 def batch_norm(c, call, x, gamma, beta, mean, var, training, momentum, eps):
     """Batch norm with fixed statistics; nothing else comes here."""
     if training or mean is None:
-        raise ValueError("export: batch norm must have fixed statistics: convert with norm='frozen'")
+        raise ValueError(
+            "export: batch norm must have fixed statistics: convert with norm='frozen'"
+        )
     ones = torch.ones_like(mean)
     gamma = ones if gamma is None else gamma
     beta = torch.zeros_like(mean) if beta is None else beta
@@ -203,8 +209,8 @@ OPERATORS = {
     "max_pool2d_with_indices": max_pool,
     "max_pool2d_with_indices_backward": max_pool_backward,
     "native_batch_norm": batch_norm,
-    "_native_batch_norm_legit_no_training": lambda c, call, x, w, b, m, v, momentum, eps: batch_norm(
-        c, call, x, w, b, m, v, False, momentum, eps
+    "_native_batch_norm_legit_no_training": lambda c, call, x, w, b, m, v, momentum, eps: (
+        batch_norm(c, call, x, w, b, m, v, False, momentum, eps)
     ),
     "native_batch_norm_backward": batch_norm_backward,
 }

@@ -69,7 +69,11 @@ def split(graph: Graph, x: Pieces, sizes: list[int]) -> list[Operand]:
             own = [b - a for a, b in inside]
             results = [((s,), p.dtype) for s in own]
             found |= dict(
-                zip(inside, graph.ops("Split", p, graph.ints(*own), results=results, axis=0), strict=True)
+                zip(
+                    inside,
+                    graph.ops("Split", p, graph.ints(*own), results=results, axis=0),
+                    strict=True,
+                )
             )
         at += p.shape[0]
     return [found.get(c) or x.cut(graph, *c).whole(graph) for c in cuts]

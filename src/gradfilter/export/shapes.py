@@ -147,9 +147,7 @@ def padded(c, x: Operand, before: list[int], after: list[int], value: float) -> 
     sizes = zip(x.shape, before, after, strict=True)
     shape = tuple(s if not a + b else s + a + b for s, a, b in sizes)
     fill = torch.tensor(value, dtype=x.dtype)
-    return c.graph.op(
-        "Pad", x, c.graph.ints(*before, *after), fill, shape=shape, dtype=x.dtype
-    )
+    return c.graph.op("Pad", x, c.graph.ints(*before, *after), fill, shape=shape, dtype=x.dtype)
 
 
 def gather(c, call, x, dim, index, **_):
@@ -164,7 +162,9 @@ def index(c, call, x, indices):
     """x[i], of whole numbers along the first axis alone."""
     if len(indices) != 1:
         raise ValueError("export: an index along several axes is not supported")
-    return c.graph.op("Gather", x, cast(c, indices[0], torch.int64), axis=0, shape=call.shape, dtype=x.dtype)
+    return c.graph.op(
+        "Gather", x, cast(c, indices[0], torch.int64), axis=0, shape=call.shape, dtype=x.dtype
+    )
 
 
 def scatter_add(c, call, x, dim, index, source):
@@ -204,7 +204,9 @@ OPERATORS = {
     "alias": same,
     "clone": same,
     "detach": same,
-    "copy": lambda c, call, x, source, *_: expanded(c, cast(c, c.whole(source), x.dtype), call.shape),
+    "copy": lambda c, call, x, source, *_: expanded(
+        c, cast(c, c.whole(source), x.dtype), call.shape
+    ),
     "contiguous": same,
     "lift_fresh": same,
     "view": view,

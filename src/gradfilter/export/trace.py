@@ -24,7 +24,10 @@ from gradfilter.region import engine
 
 aten = torch.ops.aten
 SAME = {aten.clone.default, aten.detach.default, aten.alias.default, aten.lift_fresh.default}
-RESHAPES = {aten._unsafe_view.default: aten.view.default, aten._reshape_alias.default: aten.view.default}
+RESHAPES = {
+    aten._unsafe_view.default: aten.view.default,
+    aten._reshape_alias.default: aten.view.default,
+}
 
 
 @dataclass(eq=False, repr=False)
@@ -70,11 +73,16 @@ class Trace:
 
 
 def traced(function: Callable, tensors: list[Tensor]) -> Trace:
-    """What a function runs on these tensors, which it gives a tuple of tensors for."""
+    """What a function runs on these tensors, which it gives a tuple of tensors for.
+
+    It runs twice: what is worked out once for each size must not be part of the trace.
+    """
     recorder = Recorder()
     inputs = [recorder.input(t) for t in tensors]
-    with kernels.using(recorded), engine.traced(), recorder:
-        outputs = function(*tensors)
+    with kernels.using(recorded), engine.traced():
+        function(*tensors)
+        with recorder:
+            outputs = function(*tensors)
     return _living(Trace(inputs, recorder.calls, [recorder.value(t) for t in outputs]))
 
 

@@ -1,0 +1,45 @@
+"""What this machine computes, against what PyTorch did when the network was exported."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from gradfilter_device import memory
+from gradfilter_device.exported import NEW, TRAIN, Exported, Unusable
+
+TOLERANCE = 1e-3  # of a loss; float32 adds in another order everywhere
+
+
+def compare(model: Exported, threads: int = 0) -> str:
+    """Take the steps of the manifest's check; refuses losses that are not PyTorch's."""
+    check = model.manifest["check"]
+    images, targets = pictures(model.manifest, check["images"])
+    session, values, losses = model.session(TRAIN, threads), model.start(), []
+    names, seconds = [o.name for o in session.get_outputs()], []
+    for _ in check["losses"]:
+        given = {"rate": np.array(check["rate"], model.dtype), "images": images, "targets": targets}
+        begin = time.perf_counter()
+        found = dict(zip(names, session.run(None, values | given), strict=True))
+        seconds.append(time.perf_counter() - begin)
+        losses.append(float(found["loss"]))
+        values = {name: found[NEW + name] for name in values}
+    wrong = np.abs(np.array(losses) - check["losses"]).max() / max(
+        1e-6, np.abs(check["losses"]).max()
+    )
+    told = f"losses {', '.join(f'{v:.6f}' for v in losses)}; PyTorch's {', '.join(f'{v:.6f}' for v in check['losses'])}"
+    if not wrong <= TOLERANCE:
+        raise Unusable(f"this machine computes something else: {told}")
+    return (
+        f"ok: {told}; {1e3 * min(seconds):.0f} ms a step of {len(images)} images, "
+        f"{memory.peak() / memory.MIB:.0f} MB resident at most"
+    )
+
+
+def pictures(manifest: dict, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Noise, the same everywhere: NumPy keeps the stream of RandomState fixed."""
+    random = np.random.RandomState(0)
+    images = random.standard_normal((count, *manifest["images"][1:])).astype(manifest["dtype"])
+    targets = random.randint(manifest["outputs"], size=(count, *manifest["targets"][1:]))
+    return images, targets.astype(np.int64)
