@@ -188,7 +188,7 @@ class Graph:
         """
         shape = broadcast(a.shape, b.shape)
         extra = 0
-        while extra < len(shape) - 1 and shape[-1 - extra] == 1:
+        while a.shape != b.shape and extra < len(shape) - 1 and shape[-1 - extra] == 1:
             extra += 1
         if extra:
             a, b = (self.reshape(x, x.shape[: max(len(x.shape) - extra, 0)]) for x in (a, b))

@@ -20,25 +20,28 @@ class Sgd:
 
     name = "sgd"
 
+    @property
+    def keeps(self) -> tuple[str, ...]:
+        """What it remembers of every parameter."""
+        return ("momentum",) if self.momentum else ()
+
     def start(self, parameters: State) -> State:
         """The state before the first step, by the names of the graph's inputs."""
-        if not self.momentum:
-            return {}
-        return {f"momentum.{name}": torch.zeros_like(p) for name, p in parameters.items()}
+        return _zeros(self.keeps, parameters)
 
     def shared(self, state: State) -> State:
         """What all parameters have in common, of the step that is being taken."""
         return {}
 
-    def update(self, name, p: Tensor, g: Tensor, rate: Tensor, state: State, _) -> tuple:
-        """The parameter and its state after a step."""
+    def update(self, p: Tensor, g: Tensor, rate: Tensor, state: State, _) -> tuple[Tensor, State]:
+        """The parameter and its own state after a step."""
         if self.weight_decay:
             g = g + self.weight_decay * p
         if not self.momentum:
             return p - rate * g, {}
-        buffer = self.momentum * state[f"momentum.{name}"] + g
+        buffer = self.momentum * state["momentum"] + g
         step = g + self.momentum * buffer if self.nesterov else buffer
-        return p - rate * step, {f"momentum.{name}": buffer}
+        return p - rate * step, {"momentum": buffer}
 
 
 @dataclass(frozen=True)
@@ -51,13 +54,11 @@ class AdamW:
     weight_decay: float = 1e-2
 
     name = "adamw"
+    keeps = ("mean", "square")
 
     def start(self, parameters: State) -> State:
-        found = {"step": torch.zeros((), dtype=next(iter(parameters.values())).dtype)}
-        for name, p in parameters.items():
-            found[f"mean.{name}"] = torch.zeros_like(p)
-            found[f"square.{name}"] = torch.zeros_like(p)
-        return found
+        dtype = next(iter(parameters.values())).dtype
+        return {"step": torch.zeros((), dtype=dtype)} | _zeros(self.keeps, parameters)
 
     def shared(self, state: State) -> State:
         step = state["step"] + 1
@@ -68,16 +69,20 @@ class AdamW:
             "bias2": torch.sqrt(1 - torch.pow(like * self.beta2, step)),
         }
 
-    def update(self, name, p: Tensor, g: Tensor, rate: Tensor, state: State, shared) -> tuple:
-        mean = self.beta1 * state[f"mean.{name}"] + (1 - self.beta1) * g
-        square = self.beta2 * state[f"square.{name}"] + (1 - self.beta2) * (g * g)
+    def update(self, p: Tensor, g: Tensor, rate: Tensor, state: State, shared) -> tuple:
+        mean = self.beta1 * state["mean"] + (1 - self.beta1) * g
+        square = self.beta2 * state["square"] + (1 - self.beta2) * (g * g)
         size = rate / shared["bias1"]
         step = size * (mean / (torch.sqrt(square) / shared["bias2"] + self.eps))
         decayed = p * (1 - rate * self.weight_decay) if self.weight_decay else p
-        return decayed - step, {f"mean.{name}": mean, f"square.{name}": square}
+        return decayed - step, {"mean": mean, "square": square}
 
 
 Optimizer = Sgd | AdamW
+
+
+def _zeros(keeps: tuple[str, ...], parameters: State) -> State:
+    return {f"{k}.{name}": torch.zeros_like(p) for k in keeps for name, p in parameters.items()}
 
 
 def understood(optimizer: torch.optim.Optimizer | Optimizer | None) -> Optimizer:

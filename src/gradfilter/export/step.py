@@ -11,6 +11,7 @@ from torch.func import functional_call
 
 from gradfilter.export.optimizers import Optimizer, State
 
+SMALL = 4096  # elements of a parameter that is updated together with others
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
@@ -35,12 +36,33 @@ class TrainingStep:
         loss, grads = self._gradients(old, images, target)
         if self.clip is not None:
             grads = clipped(grads, self.clip)
+        new, new_state = self._updated(old, grads, rate, state)
+        return (
+            *(new[name] for name in self.parameters),
+            *(new_state[name] for name in self.state),
+            loss,
+            *grads.values(),
+        )
+
+    def _updated(self, old: State, grads: State, rate: Tensor, state: State) -> tuple[State, State]:
+        """Parameters and state after the step; the small ones all at once, as one vector."""
         shared = self.optimizer.shared(state)
         new, new_state = {}, {k: v for k, v in shared.items() if k in state}
-        for name, p in old.items():
-            new[name], own = self.optimizer.update(name, p, grads[name], rate, state, shared)
-            new_state |= own
-        return *new.values(), *(new_state[name] for name in self.state), loss, *grads.values()
+        small = [name for name, p in old.items() if p.numel() <= SMALL]
+        for name in old.keys() - set(small):
+            own = {k: state[f"{k}.{name}"] for k in self.optimizer.keeps}
+            new[name], after = self.optimizer.update(old[name], grads[name], rate, own, shared)
+            new_state |= {f"{k}.{name}": v for k, v in after.items()}
+        if small:
+            own = {k: _joined([state[f"{k}.{n}"] for n in small]) for k in self.optimizer.keeps}
+            vectors = _joined([old[n] for n in small]), _joined([grads[n] for n in small])
+            joint, after = self.optimizer.update(*vectors, rate, own, shared)
+            like = [old[name] for name in small]
+            new |= dict(zip(small, _taken_apart(joint, like), strict=True))
+            for k, v in after.items():
+                parts = zip(small, _taken_apart(v, like), strict=True)
+                new_state |= {f"{k}.{name}": part for name, part in parts}
+        return new, new_state
 
     def _gradients(self, old: State, images: Tensor, target: Tensor) -> tuple[Tensor, State]:
         leaves = {name: p.detach().requires_grad_() for name, p in old.items()}
@@ -88,3 +110,12 @@ def scores_of(output) -> Tensor:
     if not isinstance(output, Tensor):
         raise ValueError(f"export: the model must give one tensor, not {type(output).__name__}")
     return output
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([t.flatten() for t in tensors])
+
+
+def _taken_apart(vector: Tensor, like: list[Tensor]) -> list[Tensor]:
+    parts = vector.split([t.numel() for t in like])
+    return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]

@@ -86,37 +86,58 @@ def _info(name: str, value: Value):
 def ordered(graph: Graph) -> list[Node]:
     """The nodes that lead to an output, in the order in which they are best run.
 
-    That is the order in which they were written, but that what leads to outputs alone (the
-    gradient and the update of a parameter, patch means that only a gradient reads) runs as soon as
-    it can, so that what it reads is free.
+    That is the order in which they were written, but for two things. What leads to outputs alone
+    (the gradient and the update of a parameter, patch means that only a gradient reads) runs as
+    soon as it can, so that what it reads is free. What depends on no image runs when it is needed.
     """
-    nodes = _renamed(graph)
+    nodes = _living(graph)
+    last = _ends(nodes)
+    place = {v.name: -1.0 for v in graph.inputs if v.name == "images"}
+    keys: dict[int, float] = {}
+    for i, node in enumerate(nodes):
+        made = [place[name] for name in node.inputs if name in place]
+        if made:
+            keys[i] = max(made) + 1e-6 if last[i] and max(made) >= 0 else float(i)
+            place |= dict.fromkeys(node.outputs, keys[i])
+    by_image = [nodes[i] for i in sorted(keys, key=lambda i: (keys[i], i))]
+    makers = {name: nodes[i] for i in range(len(nodes)) if i not in keys for name in nodes[i].outputs}
+    found: list[Node] = []
+    for node in by_image:
+        _needed(node, makers, found)
+        found.append(node)
+    for node in list(makers.values()):  # an output that depends on no image: a count of steps
+        _needed(Node("", node.outputs, [], {}), makers, found)
+    return found
+
+
+def _needed(node: Node, makers: dict[str, Node], found: list[Node]) -> None:
+    """Put before a node what it reads of those that depend on no image."""
+    for name in node.inputs:
+        maker = makers.get(name)
+        if maker is not None:
+            for output in maker.outputs:
+                makers.pop(output, None)
+            _needed(maker, makers, found)
+            found.append(maker)
+
+
+def _living(graph: Graph) -> list[Node]:
+    """The nodes that lead to an output."""
     wanted = {key for key, _ in graph.outputs}
     kept: list[Node] = []
-    for node in reversed(nodes):
+    for node in reversed(_renamed(graph)):
         if not wanted.isdisjoint(node.outputs):
             wanted.update(node.inputs)
             kept.append(node)
-    kept.reverse()
+    return kept[::-1]
+
+
+def _ends(nodes: list[Node]) -> list[bool]:
+    """Whether a node leads to outputs alone, through nodes that do."""
     readers: dict[str, list[int]] = {}
-    for i, node in enumerate(kept):
+    for i, node in enumerate(nodes):
         for name in node.inputs:
             readers.setdefault(name, []).append(i)
-    last = _ends(kept, readers)
-    place = {v.name: -1.0 for v in graph.inputs}
-    keys = []
-    for i, node in enumerate(kept):
-        made = [place[name] for name in node.inputs if name in place]
-        at = max(made, default=-1.0)
-        key = at + 1e-6 if last[i] and at >= 0 else float(i)
-        keys.append(key)
-        for name in node.outputs:
-            place[name] = key if at >= 0 or i else key
-    return [kept[i] for i in sorted(range(len(kept)), key=lambda i: (keys[i], i))]
-
-
-def _ends(nodes: list[Node], readers: dict[str, list[int]]) -> list[bool]:
-    """Whether a node leads to outputs alone, through nodes that do."""
     found = [False] * len(nodes)
     for i in range(len(nodes) - 1, -1, -1):
         after = [j for name in nodes[i].outputs for j in readers.get(name, ())]
