@@ -135,6 +135,7 @@ def _manifest(path: Path) -> dict:
         "targets",
         "task",
         "frozen",
+        "state_in_place",
     )
     missing = [key for key in needed if key not in found] if isinstance(found, dict) else needed
     if missing:

@@ -7,7 +7,8 @@ import time
 import numpy as np
 
 from gradfilter_device import memory
-from gradfilter_device.exported import NEW, TRAIN, Exported, Unusable
+from gradfilter_device.exported import Exported, Unusable
+from gradfilter_device.stepping import Stepper
 
 TOLERANCE = 1e-3  # of a loss; float32 adds in another order everywhere
 
@@ -16,15 +17,11 @@ def compare(model: Exported, threads: int = 0) -> str:
     """Take the steps of the manifest's check; refuses losses that are not PyTorch's."""
     check = model.manifest["check"]
     images, targets = pictures(model.manifest, check["images"])
-    session, values, losses = model.session(TRAIN, threads), model.start(), []
-    names, seconds = [o.name for o in session.get_outputs()], []
+    stepper, losses, seconds = Stepper(model, threads, model.start()), [], []
     for _ in check["losses"]:
-        given = {"rate": np.array(check["rate"], model.dtype), "images": images, "targets": targets}
         begin = time.perf_counter()
-        found = dict(zip(names, session.run(None, values | given), strict=True))
+        losses.append(stepper.step(images, targets, check["rate"]))
         seconds.append(time.perf_counter() - begin)
-        losses.append(float(found["loss"]))
-        values = {name: found[NEW + name] for name in values}
     wrong = np.abs(np.array(losses) - check["losses"]).max() / max(
         1e-6, np.abs(check["losses"]).max()
     )

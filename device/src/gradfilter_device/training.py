@@ -1,4 +1,4 @@
-"""Training an exported network on a folder of photographs, from its start or its last checkpoint."""
+"""Training an exported network on photographs, from its start or its last checkpoint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import csv
 import io
 import math
 import os
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -15,9 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from gradfilter_device import checkpoint, memory
-from gradfilter_device.exported import NEW, PREDICT, TRAIN, Exported, Unusable, Values
+from gradfilter_device.exported import PREDICT, Exported, Unusable, Values
 from gradfilter_device.feeding import Batch, Feeder, open_examples
 from gradfilter_device.screen import Line
+from gradfilter_device.stepping import Stepper
 
 LOG = "log.csv"
 REFERENCE_BATCH = 128  # images a step that a learning rate is given for
@@ -50,14 +50,14 @@ class Run:
         self.model, self.folder, self.threads = model, folder, threads
         self.train, self.test = open_examples(model, data)
         self.options, self.step, self.rows, self.skipped = options, 0, [], []
-        self.values: Values = model.start()
-        self.session = model.session(TRAIN, threads)
-        self.names = [o.name for o in self.session.get_outputs()]
+        self.most: int | None = None  # bytes
         self.sums = [0.0, 0]  # of losses since the last evaluation, and their number
-        self.resumed = self._resume()
+        values = self._resume()
+        self.resumed = values is not None
+        self.stepper = Stepper(model, threads, model.start() if values is None else values)
 
     def limit(self, limit: int) -> None:
-        """Keep the memory of the whole process below so many bytes, by a smaller batch if need be."""
+        """Keep the whole process below so many bytes, by a smaller batch if need be."""
         o, fixed = self.options, self.model.batch is not None
         found = memory.fitting(limit, o.batch, fixed, self._trial)
         if found < o.batch and self.resumed:
@@ -68,8 +68,9 @@ class Run:
             )
             self.options = Options(**asdict(o) | {"batch": found})
         self.most = limit
-
-    most: int | None = None
+        # the trial steps have moved the optimizer's state
+        found = checkpoint.latest(self.folder)
+        self.stepper.load(self.model.start() if found is None else found[0])
 
     def go(self, save_every: float) -> None:
         """Train to the end; saves at every epoch and every so many minutes."""
@@ -84,6 +85,7 @@ class Run:
                 batch = feeder.batch(epoch, within, self.options.batch)
                 self._take(batch, self.options.rate(self.step, total))
                 self.step += 1
+                self._check_memory()
                 line.show(self.step, f"loss {self.sums[0] / max(1, self.sums[1]):.3f}")
                 if self.step % per_epoch == 0 or self.step == total:
                     line.end()
@@ -103,38 +105,30 @@ class Run:
         """One step; a batch in which every picture is broken is none."""
         if batch is None:
             return
-        loss, values = self._run(batch, rate)
+        loss = self.stepper.step(batch.images, batch.targets, rate)
         if not math.isfinite(loss):
             raise Unusable(
                 f"the loss stopped being a number at step {self.step + 1}; remove {self.folder} "
                 f"and try a smaller --lr (now {self.options.lr:g})"
             )
+        self.sums = [self.sums[0] + loss, self.sums[1] + 1]
+
+    def _check_memory(self) -> None:
         if self.most is not None and memory.peak() > self.most:
             self._save()
             raise Unusable(
-                f"step {self.step + 1} took {memory.peak() / memory.MIB:.0f} MB, above the limit of "
+                f"step {self.step} took {memory.peak() / memory.MIB:.0f} MB, above the limit of "
                 f"{self.most / memory.MIB:.0f} MB; the run is saved"
             )
-        self.values = values
-        self.sums = [self.sums[0] + loss, self.sums[1] + 1]
-
-    def _run(self, batch: Batch, rate: float) -> tuple[float, Values]:
-        given = {
-            "rate": np.array(rate, self.model.dtype),
-            "images": batch.images,
-            "targets": batch.targets,
-        }
-        found = dict(zip(self.names, self.session.run(None, self.values | given), strict=True))
-        return float(found["loss"]), {name: found[NEW + name] for name in self.values}
 
     def _trial(self, count: int) -> None:
         shape, targets = self.model.manifest["images"], self.model.manifest["targets"]
         images = np.zeros((count, *shape[1:]), self.model.dtype)
-        self._run(Batch(images, np.zeros((count, *targets[1:]), np.int64)), 0.0)
+        self.stepper.step(images, np.zeros((count, *targets[1:]), np.int64), 0.0)
 
     def _evaluate(self, per_epoch: int) -> None:
         """Test, add a row, keep the best, save."""
-        tester = Tester(self.model, self.values, self.threads)
+        tester = Tester(self.model, self.stepper.values, self.threads)
         accuracy = tester.accuracy(self.test, self.options.batch)
         self.rows.append({
             "epoch": self.step / per_epoch,
@@ -148,7 +142,7 @@ class Run:
             f"epoch {row['epoch']:g}: loss {row['loss']:.3f}, accuracy {accuracy:.1%}", flush=True
         )
         if accuracy >= max(r["accuracy"] for r in self.rows):
-            own = {name: self.values[name] for name in self.model.parameters}
+            own = {name: self.stepper.values[name] for name in self.model.parameters}
             checkpoint.save(self.folder / checkpoint.BEST, own, self._about())
         self._save()
         self._log()
@@ -166,20 +160,21 @@ class Run:
 
     def _save(self) -> None:
         last, previous = (self.folder / n for n in (checkpoint.LAST, checkpoint.PREVIOUS))
-        checkpoint.save(last, self.values, self._about(), previous)
+        checkpoint.save(last, self.stepper.values, self._about(), previous)
 
-    def _resume(self) -> bool:
+    def _resume(self) -> Values | None:
+        """Go back to the last checkpoint, if there is one; gives its tensors."""
         found = checkpoint.latest(self.folder)
         if found is None:
-            return False
+            return None
         values, about = found
         if about["export"] != self.model.digest:
             raise Unusable(f"the run in {self.folder} is of another export; give another --run")
         self.options = Options(**about["options"])
-        self.values, self.step = values, about["step"]
-        self.rows, self.sums, self.skipped = about["rows"], about["sums"], about["skipped"]
+        self.step, self.rows = about["step"], about["rows"]
+        self.sums, self.skipped = about["sums"], about["skipped"]
         print(f"going on after step {self.step}", flush=True)
-        return True
+        return values
 
     def _log(self) -> None:
         """The rows as CSV, put in place at once."""
@@ -228,7 +223,3 @@ def _batches(feeder: Feeder, batch: int) -> Iterator[Batch]:
         found = feeder.read(range(start, min(start + batch, len(feeder.examples))))
         if found is not None:
             yield found
-
-
-def stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -115,6 +115,7 @@ class Export:
             },
             "outputs": self.predict.outputs[0][1].shape[1],
             "check": self._check(),
+            "state_in_place": write.in_place(self.train, list(self.state), NEW),
             "frozen": any(not p.requires_grad for p in self.model.parameters()),
         }
         return about | ({} if runner is None else runner.about())

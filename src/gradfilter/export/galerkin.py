@@ -108,11 +108,21 @@ def _depthwise(c, conv, g, x, w, need_gx, need_gw):
         outer = graph.reshape(outer, (n, channels, taps * patches))
         gx = graph.matmul(outer, counts.reshape(taps * patches, cells))
     if need_gw:
-        across = counts.permute(2, 0, 1).reshape(cells, taps * patches)
-        seen = graph.reshape(graph.matmul(_flat(c, x), across), (n, channels, taps, patches))
-        gw = graph.matmul(seen, graph.reshape(g, (n, channels, patches, 1)))
-        gw = graph.sum(gw, [0])
+        gw = _depthwise_weight(c, conv, g, x)
     return gx, gw
+
+
+def _depthwise_weight(c, conv, g, x) -> Operand:
+    """gw[a, b] = sum N_a[p, q] g[p, r] x[q, s] N_b[r, s]: columns first, then g, then rows."""
+    graph = c.graph
+    rows, columns = (t.to(g.dtype) for t in conv.taps)
+    (kh, p1, q1), (kw, p2, q2) = rows.shape, columns.shape
+    n, channels = g.shape[:2]
+    seen = graph.matmul(x, columns.permute(2, 0, 1).reshape(q2, kw * p2))  # [N, C, Q1, kw * P2]
+    seen = graph.permute(graph.reshape(seen, (n, channels, q1 * kw, p2)), [0, 1, 3, 2])
+    met = graph.sum(graph.matmul(g, seen), [0])  # [C, P1, Q1 * kw]
+    last = torch.einsum("apq,bd->pqbad", rows, torch.eye(kw, dtype=g.dtype))
+    return graph.matmul(graph.reshape(met, (channels, p1 * q1 * kw)), last.reshape(-1, kh * kw))
 
 
 def _slides(conv) -> bool:
