@@ -88,7 +88,9 @@ def trained(folder, photos, tmp_path_factory):
 
 def test_it_learns_without_torch(trained):
     out, told = trained
-    accuracy = [float(line.rpartition(",")[2]) for line in (out / "log.csv").read_text().split()[1:]]
+    accuracy = [
+        float(line.rpartition(",")[2]) for line in (out / "log.csv").read_text().split()[1:]
+    ]
     assert len(accuracy) == 3
     assert max(accuracy) > 0.9, told
     assert "done: accuracy" in told
@@ -106,7 +108,18 @@ def test_the_self_test_compares_with_pytorch(folder, tmp_path):
 
 def test_a_killed_run_ends_with_the_same_bits(folder, photos, trained, tmp_path):
     out = tmp_path / "run"
-    arguments = ("train", photos, "--model", folder, "--run", out, "--threads", 1, "--save-every", 0)
+    arguments = (
+        "train",
+        photos,
+        "--model",
+        folder,
+        "--run",
+        out,
+        "--threads",
+        1,
+        "--save-every",
+        0,
+    )
     command, environment = called(*arguments)
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     for _ in range(600):

@@ -16,11 +16,13 @@ from gradfilter.export.graph import Operand, Value
 def per_axis(c, x: Value, rows: Tensor, columns: Tensor) -> Operand:
     """rows @ x @ columns.T on every map."""
     rows, columns = rows.to(x.dtype), columns.to(x.dtype)
-    if not torch.equal(columns, torch.eye(*columns.shape, dtype=x.dtype)):
+    if not _identity(columns):
         x = c.graph.matmul(x, columns.T.contiguous())
-    if not torch.equal(rows, torch.eye(*rows.shape, dtype=x.dtype)):
-        x = c.graph.matmul(rows, x)
-    return x
+    return x if _identity(rows) else c.graph.matmul(rows, x)
+
+
+def _identity(m: Tensor) -> bool:
+    return m.shape[0] == m.shape[1] and torch.equal(m, torch.eye(len(m), dtype=m.dtype))
 
 
 def windows(size: int, out: int, kernel: int, stride: int, padding: int) -> Tensor:
@@ -171,7 +173,8 @@ def batch_norm(c, call, x, gamma, beta, mean, var, training, momentum, eps):
     ones = torch.ones_like(mean)
     gamma = ones if gamma is None else gamma
     beta = torch.zeros_like(mean) if beta is None else beta
-    y = c.graph.op("BatchNormalization", x, gamma, beta, mean, var, epsilon=eps, like=x)
+    # an attribute is a float32, so epsilon is added to the variance here
+    y = c.graph.op("BatchNormalization", x, gamma, beta, mean, var + eps, epsilon=0.0, like=x)
     return y, None, None
 
 

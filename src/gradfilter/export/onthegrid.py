@@ -47,7 +47,7 @@ def _by_product(c, x: Operand, side, count) -> Operand:
     ONNX Runtime's AveragePool takes twice as long, or changes the order in memory first.
     """
     rows, width = side[0], x.shape[3]
-    of = torch.arange(width)[:, None] // side[1] == torch.arange(count[1])  # [W, Q]
+    of = _columns(width, side, count)
     weight = of.double() / (of.sum(0) * rows)
     flat = c.graph.reshape(x, (*x.shape[:2], count[0], rows * width))
     return c.graph.matmul(flat, weight.repeat(rows, 1).to(x.dtype))
@@ -63,7 +63,7 @@ def epilogue(c, call, y, scale, shift, act, parameter, side, residual, stats):
     means = mean(c, a, side) if stats and 1 in read else None
     slopes = None
     if stats and 2 in read and act != "none":
-        slopes = mean(c, slope(c, a if act in IDEMPOTENT else z, act, parameter), side)
+        slopes = _slopes(c, a if act in IDEMPOTENT else z, act, parameter, side)
     return a, means, slopes
 
 
@@ -100,14 +100,36 @@ def activated(c, z: Operand, act: str, parameter: float) -> Operand:
     return inlined(c, ACTIVATIONS[act].f, z, parameter)
 
 
-def slope(c, x: Operand, act: str, parameter: float) -> Operand:
-    """f' of x; of an idempotent activation x may be f's own output."""
-    above = compare("Greater")(c, None, x, 0.0) if act in IDEMPOTENT else None
-    if act == "relu":
-        return cast(c, above, x.dtype)
+def _slopes(c, x: Operand, act: str, parameter: float, side) -> Operand:
+    """Patch means of f' at x; of an idempotent activation x may be f's own output."""
+    if act not in IDEMPOTENT:
+        return mean(c, inlined(c, ACTIVATIONS[act].slope, x, parameter), side)
+    inside = compare("Greater")(c, None, x, 0.0)
     if act == "relu6":
-        return cast(c, joined(c, "And", above, compare("Less")(c, None, x, 6.0)), x.dtype)
-    return inlined(c, ACTIVATIONS[act].slope, x, parameter)
+        inside = joined(c, "And", inside, compare("Less")(c, None, x, 6.0))
+    size = tuple(x.shape[2:])
+    side = [min(r, s) for r, s in zip(side, size, strict=True)]
+    count = [divide_up(s, r) for s, r in zip(size, side, strict=True)]
+    if size[0] % side[0] or count[1] > FEW or side == [1, 1]:
+        return mean(c, cast(c, inside, x.dtype), side)
+    # counted in bytes: a quarter of the memory that the slopes would take as numbers
+    found, pixels = _counted(c, cast(c, inside, torch.uint8), side, count)
+    return joined(c, "Div", cast(c, found, x.dtype), pixels.to(x.dtype))
+
+
+def _counted(c, x: Operand, side, count) -> tuple[Operand, Tensor]:
+    """How many pixels of each patch are 1, and how many there are."""
+    of = _columns(x.shape[3], side, count)
+    flat = c.graph.reshape(x, (*x.shape[:2], count[0], side[0] * x.shape[3]))
+    ones = of.to(torch.uint8).repeat(side[0], 1)
+    shape = (*x.shape[:2], *count)
+    found = c.graph.op("MatMulInteger", flat, ones, shape=shape, dtype=torch.int32)
+    return found, of.sum(0) * side[0]
+
+
+def _columns(width: int, side, count) -> Tensor:
+    """[W, Q]: which column of pixels is of which column of patches."""
+    return torch.arange(width)[:, None] // side[1] == torch.arange(count[1])
 
 
 def inlined(c, f, z: Operand, parameter: float) -> Operand:
