@@ -2,6 +2,7 @@
 
 from gradfilter.convert import convert, revert
 from gradfilter.cost import cost
+from gradfilter.export import export
 from gradfilter.fidelity import fidelity
 from gradfilter.methods import (
     METHODS,
@@ -35,6 +36,7 @@ __all__ = [
     "WalshHadamard",
     "convert",
     "cost",
+    "export",
     "fidelity",
     "plan",
     "profile",

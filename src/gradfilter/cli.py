@@ -197,13 +197,15 @@ def sibling(name: str):
     return module
 
 
-cli_compare, cli_federate = sibling("cli_compare"), sibling("cli_federate")
-cli_measure, cli_plan = sibling("cli_measure"), sibling("cli_plan")
+cli_compare, cli_export = sibling("cli_compare"), sibling("cli_export")
+cli_federate, cli_measure = sibling("cli_federate"), sibling("cli_measure")
+cli_plan = sibling("cli_plan")
 COMMANDS = {
     "train": (train, train_arguments),
     "pretrain": (pretrain, train_arguments),
     "evaluate": (evaluate, evaluate_arguments),
     "predict": (predict, predict_arguments),
+    "export": (cli_export.export, cli_export.export_arguments),
     "demo": (demo, demo_arguments),
     "info": (info, lambda parser: None),
     "cost": (cost, cost_arguments),
@@ -218,6 +220,9 @@ COMMANDS = {
 }
 
 
+EXTRAS = {"flwr": "federated", "onnx": "export", "onnxruntime": "export"}  # what brings a module
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
@@ -225,7 +230,7 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         return fail(args.command, str(error))
     except ModuleNotFoundError as error:
-        extra = "federated" if str(error.name).partition(".")[0] == "flwr" else "train"
+        extra = EXTRAS.get(str(error.name).partition(".")[0], "train")
         return fail(args.command, f"needs {error.name}: pip install 'gradfilter[{extra}]'")
     except BrokenPipeError:  # the reader of our output has gone
         sys.stderr.close()

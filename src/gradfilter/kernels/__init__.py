@@ -8,7 +8,9 @@ the environment variable GRADFILTER_KERNELS is "eager". `status()` says what is 
 import functools
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import ModuleType
 
 import torch
@@ -19,6 +21,7 @@ from gradfilter.kernels.eager import ACTIVATIONS, pool_reach, wide
 
 __all__ = [
     "ACTIVATIONS",
+    "convolve",
     "depthwise",
     "depthwise_grid_backward",
     "epilogue",
@@ -30,6 +33,7 @@ __all__ = [
     "slope_backward",
     "spread",
     "status",
+    "using",
     "wide",
 ]
 
@@ -71,7 +75,23 @@ def _cuda() -> ModuleType:
     return eager
 
 
+_chosen: ContextVar[ModuleType | None] = ContextVar("chosen", default=None)
+
+
+@contextmanager
+def using(backend: ModuleType) -> Iterator[None]:
+    """Every kernel by this backend for a while, and what it lacks by `eager`."""
+    token = _chosen.set(backend)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
 def _backend(x: Tensor) -> ModuleType:
+    chosen = _chosen.get()
+    if chosen is not None:
+        return chosen
     if _FORCED:
         return eager
     if x.is_cuda:
@@ -96,6 +116,7 @@ def _dispatched(body: Callable) -> Callable:
     return kernel
 
 
+convolve = _dispatched(eager.convolve)
 patch_mean = _dispatched(eager.patch_mean)
 epilogue = _dispatched(eager.epilogue)
 depthwise = _dispatched(eager.depthwise)
@@ -109,7 +130,8 @@ spread = _dispatched(eager.spread)
 def row_dots(a: Tensor, b: Tensor, out: Tensor) -> None:
     """<a[o], b[o]> of two weights [O, C, kh, kw], whatever their layouts, into out [O]."""
     floats = a.dtype is torch.float32 and b.dtype is torch.float32
-    body = eager if _FORCED or not floats else _cpu() if a.is_cpu else _backend(a)
+    plain = _FORCED or _chosen.get() is not None or not floats
+    body = eager if plain else _cpu() if a.is_cpu else _backend(a)
     body.row_dots(a, b, out)
 
 

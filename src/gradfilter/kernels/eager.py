@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gradfilter.layers import ConvOp
+
 Pair = tuple[int, int]
 Stats = tuple[Tensor, Tensor | None, Tensor | None]
 IDEMPOTENT = ("relu", "relu6")  # f(f(z)) = f(z), so that f(z) tells f'(z)
@@ -132,6 +134,17 @@ def epilogue(
         return a, None, None
     slopes = None if name == "none" else patch_mean(slope(z, parameter), side).to(y.dtype)
     return a, patch_mean(a, side), slopes
+
+
+def convolve(x: Tensor, w: Tensor, op: ConvOp) -> Tensor:
+    """The convolution alone; a 1x1 layer is one matrix product of channels-last rows."""
+    if op.pointwise and op.stride == (1, 1) and op.groups == 1:
+        n, c, h, width = x.shape
+        rows = x.permute(0, 2, 3, 1).reshape(-1, c)
+        y = rows @ w.flatten(1).T
+        return y.view(n, h, width, -1).permute(0, 3, 1, 2)
+    y = op.forward(x, w, None)
+    return y.contiguous(memory_format=torch.channels_last)
 
 
 def depthwise_conv(

@@ -111,7 +111,7 @@ class Conv(Step):
                 return self._finish(c, *result)
             y = result[0]
         else:
-            y = c.convolve(op, x, w)
+            y = kernels.convolve(x, w, op)
         if batch:
             scale, shift = self._batch_statistics(c, y, side, keep)
         if self.pool is not None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor, fx, nn
 
@@ -13,6 +17,18 @@ from gradfilter.region.run import Runner
 from gradfilter.region.trace import hooked, hooks_of, trace
 
 TRACING = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
+_traced: ContextVar[bool] = ContextVar("traced", default=False)
+
+
+@contextmanager
+def traced() -> Iterator[None]:
+    """The engine runs although its calls are traced, for a while: its own steps are to be seen."""
+    token = _traced.set(True)
+    try:
+        yield
+    finally:
+        _traced.reset(token)
+
 
 class Program:
     """A traced forward pass; runs its regions by the engine, or at the layer level."""
@@ -168,6 +184,8 @@ class Engined:
 
 def _observed() -> bool:
     """Whether this call is compiled, traced or transformed rather than run."""
+    if _traced.get():
+        return False
     return (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from gradfilter import kernels
-from gradfilter.layers import ConvOp
 from gradfilter.patches import upsample
 from gradfilter.region import grid
 from gradfilter.region.conv import Conv, Placed
@@ -158,16 +157,6 @@ class Forward(_State):
         if outside or self.runner.last_use[value] != self.here:
             return x.clone(memory_format=torch.channels_last)
         return x
-
-    def convolve(self, op: ConvOp, x: Tensor, w: Tensor) -> Tensor:
-        """The convolution alone; a 1x1 layer is one matrix product of channels-last rows."""
-        if op.pointwise and op.stride == (1, 1) and op.groups == 1:
-            n, c, h, width = x.shape
-            rows = x.permute(0, 2, 3, 1).reshape(-1, c)
-            y = rows @ w.flatten(1).T
-            return y.view(n, h, width, -1).permute(0, 3, 1, 2)
-        y = op.forward(x, w, None)
-        return y.contiguous(memory_format=torch.channels_last)
 
     def place(self, step: Conv, x: Tensor) -> Placed:
         """The convolution for this size of input; worked out once per size."""

@@ -1,0 +1,200 @@
+"""A training step in PyTorch and in ONNX Runtime: time, memory and file size, side by side.
+
+Every measurement is a process of its own, on one thread; the variants take turns, so that a busy
+machine is busy for all of them. Time is processor time of a step, best and median of all turns.
+Memory is the resident size of the whole process at its peak, and its growth over what was there
+when model and graph were loaded. SGD with momentum 0.9 updates the parameters in each variant.
+
+    python benchmarks/device.py                               # the whole table, about 20 minutes
+    python benchmarks/device.py --models mobilenet_v2 --batches 1 --layers all
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+RUNNER = HERE.parent / "device" / "src"
+VARIANTS = ("PyTorch exact", "PyTorch engine", "ONNX Runtime exact", "ONNX Runtime plan")
+MODELS = ("mobilenet_v2", "tf_efficientnet_lite0")
+LAYERS = {"last 4": 4, "all": None}
+SIZE = 224
+
+
+def main() -> None:
+    args = arguments()
+    if args.child:
+        print(json.dumps(CHILDREN[args.child[0]](*args.child[1:])))
+        return
+    cases = [(m, b, n) for m in args.models for b in args.batches for n in args.layers]
+    path = args.out
+    found = json.loads(path.read_text())["rows"] if path.exists() else {}
+    for case in cases:
+        found[", ".join(map(str, case))] = measured(*case, args.repeats, args.steps)
+        import measure  # loads torch, which the measured processes must not
+
+        about = measure.about("benchmarks/device.py", sys.argv[1:])
+        measure.write(path, {"about": about, "rows": found})
+    print(table(found))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--models", nargs="+", default=MODELS)
+    add("--batches", nargs="+", type=int, default=[1, 8])
+    add("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
+    add("--repeats", type=int, default=3, help="turns of every variant")
+    add("--steps", type=int, default=6, help="steps of a turn; the first is not counted")
+    add("--out", type=Path, default=HERE / "results" / "device.json")
+    add("--child", nargs="+", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def measured(model: str, batch: int, layers: str, repeats: int, steps: int) -> dict:
+    """All variants of one case, in turns."""
+    print(f"{model}, batch {batch}, {layers}", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory() as place:
+        folders = {v: f"{place}/{v}" for v in VARIANTS[2:]}
+        common = (model, str(batch), layers)
+        sizes = {v: child("export", *common, method_of(v), folders[v]) for v in folders}
+        turns: dict[str, list[dict]] = {v: [] for v in VARIANTS}
+        for _ in range(repeats):
+            for v in VARIANTS[:2]:
+                turns[v].append(child("torch", *common, method_of(v), str(steps)))
+            for v in VARIANTS[2:]:
+                turns[v].append(child("runtime", folders[v], str(batch), str(steps)))
+    return {v: summary(turns[v]) | sizes.get(v, {}) for v in VARIANTS}
+
+
+def method_of(variant: str) -> str:
+    return "exact" if variant.endswith("exact") else "galerkin"
+
+
+def summary(turns: list[dict]) -> dict:
+    seconds = [s for turn in turns for s in turn["seconds"]]
+    return {
+        "seconds": seconds,
+        "best": min(seconds),
+        "median": statistics.median(seconds),
+        "peak": min(turn["peak"] for turn in turns),
+        "growth": min(turn["peak"] - turn["loaded"] for turn in turns),
+    }
+
+
+def child(*arguments: str) -> dict:
+    """The answer of a process of its own."""
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(RUNNER), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, __file__, "--child", *arguments]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def converted(model: str, batch: str, layers: str, method: str):
+    import torch
+
+    import gradfilter as gf
+    from gradfilter.recipes import models
+
+    torch.manual_seed(0)
+    net = models.create(model).train()
+    x, t = torch.randn(int(batch), 3, SIZE, SIZE), torch.zeros(int(batch), dtype=torch.int64)
+    what = gf.Exact() if method == "exact" else gf.GalerkinFilter(grid=7)
+    # the same layers are trained by both: exact training counts Linear layers too
+    plan = gf.convert(net, gf.GalerkinFilter(grid=7), example=x, last=LAYERS[layers])
+    if method == "exact":
+        trained = {n for n, p in net.named_parameters() if p.requires_grad}
+        gf.convert(net, what, example=x)
+        for n, p in net.named_parameters():
+            p.requires_grad_(n in trained)
+    del plan
+    own = [p for p in net.parameters() if p.requires_grad]
+    return net, x, t, torch.optim.SGD(own, lr=1e-4, momentum=0.9)
+
+
+def export(model: str, batch: str, layers: str, method: str, folder: str) -> dict:
+    """Write a folder; its size."""
+    import gradfilter as gf
+
+    net, x, t, optimizer = converted(model, batch, layers, method)
+    path = gf.export(net, x, t, folder, optimizer=optimizer, batch=int(batch))
+    return {"files": {f.name: f.stat().st_size for f in path.iterdir()}}
+
+
+def torch_steps(model: str, batch: str, layers: str, method: str, steps: str) -> dict:
+    import time
+
+    import torch
+
+    torch.set_num_threads(1)
+    net, x, t, optimizer = converted(model, batch, layers, method)
+    loaded, seconds = resident("VmRSS"), []
+    for _ in range(int(steps)):
+        begin = time.process_time()
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net(x), t).backward()
+        optimizer.step()
+        seconds.append(time.process_time() - begin)
+    return {"seconds": seconds[1:], "peak": resident("VmHWM"), "loaded": loaded}
+
+
+def runtime_steps(folder: str, batch: str, steps: str) -> dict:
+    import time
+
+    import numpy as np
+    from gradfilter_device.exported import Exported
+    from gradfilter_device.stepping import Stepper
+
+    model = Exported(Path(folder))
+    stepper = Stepper(model, 1, model.start())
+    images = np.random.RandomState(0).standard_normal((int(batch), 3, SIZE, SIZE))
+    images, targets = images.astype(np.float32), np.zeros(int(batch), np.int64)
+    loaded, seconds = resident("VmRSS"), []
+    for _ in range(int(steps)):
+        begin = time.process_time()
+        stepper.step(images, targets, 1e-4)
+        seconds.append(time.process_time() - begin)
+    return {"seconds": seconds[1:], "peak": resident("VmHWM"), "loaded": loaded}
+
+
+CHILDREN = {"export": export, "torch": torch_steps, "runtime": runtime_steps}
+
+
+def resident(key: str) -> int:
+    """Resident bytes now (VmRSS) or at most so far (VmHWM)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+def table(rows: dict) -> str:
+    head = "| | variant | step, ms: best (median) | peak, MB | growth, MB | files, MB |"
+    lines = [head, "|---|---|---|---|---|---|"]
+    for case, variants in rows.items():
+        for name, v in variants.items():
+            size = sum(v["files"].values()) / 1e6 if "files" in v else None
+            lines.append(
+                f"| {case} | {name} | {1e3 * v['best']:.0f} ({1e3 * v['median']:.0f}) "
+                f"| {v['peak'] / 1e6:.0f} | {v['growth'] / 1e6:.0f} "
+                f"| {'' if size is None else f'{size:.1f}'} |"
+            )
+        exact, plan = (variants[v] for v in VARIANTS[2:])
+        lines.append(
+            f"| | plan against exact, both ONNX Runtime | {exact['best'] / plan['best']:.2f}x "
+            f"({exact['median'] / plan['median']:.2f}x) faster | "
+            f"| {plan['growth'] / exact['growth']:.2f}x | |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

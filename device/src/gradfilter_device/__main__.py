@@ -1,0 +1,5 @@
+import sys
+
+from gradfilter_device.cli import main
+
+sys.exit(main())

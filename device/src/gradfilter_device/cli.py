@@ -1,0 +1,238 @@
+"""The command `gradfilter-device`: train, predict, status, self-test."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from gradfilter_device import __version__
+from gradfilter_device.exported import Exported, Unusable
+
+
+def train(args: argparse.Namespace) -> None:
+    """train an exported network on a folder of photographs; goes on where it was stopped"""
+    from gradfilter_device.memory import MIB
+    from gradfilter_device.training import Options, Run
+
+    model = Exported(args.model)
+    given = {k: getattr(args, k) for k in ("epochs", "batch", "lr", "warmup", "seed")}
+    defaults = model.manifest.get("recipe", {}) | ({"batch": model.batch} if model.batch else {})
+    chosen = {
+        k: v for k, v in (defaults | {k: v for k, v in given.items() if v is not None}).items()
+    }
+    if model.batch and chosen["batch"] != model.batch:
+        raise Unusable(f"this network was exported for batches of {model.batch}")
+    options = Options(**chosen, augment=args.augment)
+    run = Run(model, args.data, args.run or args.model / "run", options, args.threads)
+    if args.memory_limit:
+        run.limit(args.memory_limit * MIB)
+    run.go(args.save_every)
+    best = max(run.rows, key=lambda row: row["accuracy"])
+    told = f", {len(run.skipped)} broken pictures skipped" if run.skipped else ""
+    print(f"done: accuracy {best['accuracy']:.1%} at epoch {best['epoch']:g}{told}; {run.folder}")
+
+
+def predict(args: argparse.Namespace) -> None:
+    """say what is on pictures: the likeliest classes, or a mask file for each"""
+    import numpy as np
+
+    from gradfilter_device import photos
+    from gradfilter_device.feeding import Feeder
+    from gradfilter_device.training import Tester
+
+    model = Exported(args.model)
+    tester = Tester(model, trained(model, args), args.threads)
+    feeder, classes, broken = Feeder(model, [], 0, False), model.pictures["classes"], 0
+    for path in args.images:
+        try:
+            image = photos.picture(path)
+        except photos.Broken as error:
+            broken += 1
+            print(f"skipped: {error}", file=sys.stderr)
+            continue
+        x = (photos.cut(image, model.size, model.masks) - feeder.mean) / feeder.std
+        scores = tester.scores(x[None].astype(model.dtype))[0]
+        if model.masks:
+            mask = scores.argmax(0).astype(np.uint8)
+            print(f"{path}: {save_mask(mask, image.size, path, args.masks)}", flush=True)
+            continue
+        shares = np.exp(scores - scores.max())
+        shares /= shares.sum()
+        best = shares.argsort()[::-1][:5]
+        print(f"{path}: " + ", ".join(f"{classes[i]} {shares[i]:.1%}" for i in best), flush=True)
+    if broken:
+        raise Unusable(f"{broken} of {len(args.images)} pictures could not be read")
+
+
+def save_mask(mask, size, path: Path, folder: Path) -> Path:
+    from PIL import Image
+
+    folder.mkdir(parents=True, exist_ok=True)
+    told = folder / f"{path.stem}.png"
+    Image.fromarray(mask).resize(size, Image.Resampling.NEAREST).save(told)
+    return told
+
+
+def trained(model: Exported, args: argparse.Namespace) -> dict:
+    """The parameters of a run, or those that were exported."""
+    from gradfilter_device import checkpoint
+
+    found = checkpoint.load((args.run or args.model / "run") / checkpoint.BEST)
+    if found is None:
+        if args.run:
+            raise Unusable(f"{args.run} holds no trained network yet")
+        print("not trained here yet: these are the exported parameters", file=sys.stderr)
+        return model.start()
+    values, about = found
+    if about["export"] != model.digest:
+        raise Unusable("the run is of another export; give the one it was trained with")
+    return values
+
+
+def status(args: argparse.Namespace) -> None:
+    """say how far the training is, and what was exported"""
+    from gradfilter_device import checkpoint
+
+    model = Exported(args.model)
+    m = model.manifest
+    shape = "x".join("any" if s is None else str(s) for s in m["images"])
+    print(
+        f"network     {len(m['layers'])} layers, {len(m['parameters'])} trained tensors, "
+        f"images {shape}"
+    )
+    print(f"step        {m['optimizer']['name']}; {m['task']}")
+    found = checkpoint.latest(args.run or args.model / "run")
+    if found is None:
+        print("training    not begun")
+        return
+    about = found[1]
+    total = about["options"]["epochs"]
+    print(
+        f"training    step {about['step']}, batches of {about['options']['batch']}, "
+        f"{total} epochs asked for"
+    )
+    for row in about["rows"][-3:]:
+        print(f"  epoch {row['epoch']:g}: loss {row['loss']:.3f}, accuracy {row['accuracy']:.1%}")
+    for path in about["skipped"]:
+        print(f"  skipped, broken: {path}")
+
+
+def self_test(args: argparse.Namespace) -> None:
+    """take a few steps and compare with what PyTorch got when the network was exported"""
+    from gradfilter_device.selftest import compare
+
+    print(compare(Exported(args.model), args.threads))
+
+
+def parser() -> argparse.ArgumentParser:
+    top = Parser("gradfilter-device", description=__import__("gradfilter_device").__doc__)
+    top.add_argument("--version", action="version", version=__version__)
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (run, arguments) in COMMANDS.items():
+        form = argparse.ArgumentDefaultsHelpFormatter
+        command = commands.add_parser(
+            name, help=run.__doc__, description=run.__doc__, formatter_class=form
+        )
+        arguments(command)
+        add = command.add_argument
+        add(
+            "--model",
+            type=Path,
+            required=True,
+            metavar="DIR",
+            help="folder that gradfilter export wrote",
+        )
+        add("--threads", type=whole, default=0, help="threads of ONNX Runtime; 0: one a core")
+        if run is not self_test:
+            add(
+                "--run",
+                type=Path,
+                metavar="DIR",
+                help="folder of the run (default: run in the model's)",
+            )
+        command.set_defaults(function=run)
+    return top
+
+
+def train_arguments(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add(
+        "data",
+        type=Path,
+        metavar="FOLDER",
+        help="a sub-folder of pictures for each class, or train/ and test/ with those",
+    )
+    add("--epochs", type=whole, help="(default: as exported, else 10)")
+    add("--batch", type=whole, help="images a step (default: as exported, else 8)")
+    add(
+        "--lr",
+        type=float,
+        help="highest learning rate, for 128 images a step (default: as exported, else 0.05)",
+    )
+    add(
+        "--warmup",
+        type=float,
+        help="share of the steps in which the rate rises (default: as exported, else 0.1)",
+    )
+    add("--seed", type=int, help="of the order and the cuts (default: 0)")
+    add(
+        "--augment",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="cut and mirror photographs at random",
+    )
+    add(
+        "--memory-limit",
+        type=whole,
+        metavar="MB",
+        help="most memory of the whole process; batches get smaller to keep it",
+    )
+    add(
+        "--save-every",
+        type=float,
+        default=5.0,
+        metavar="MINUTES",
+        help="between checkpoints within an epoch",
+    )
+
+
+def predict_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("images", nargs="+", type=Path, metavar="IMAGE")
+    command.add_argument(
+        "--masks", type=Path, default=Path("masks"), metavar="DIR", help="where masks go"
+    )
+
+
+def whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that reports a mistake in one line."""
+
+    def error(self, message: str) -> None:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+COMMANDS = {
+    "train": (train, train_arguments),
+    "predict": (predict, predict_arguments),
+    "status": (status, lambda command: None),
+    "self-test": (self_test, lambda command: None),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        args.function(args)
+    except Unusable as error:
+        print(f"gradfilter-device {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("saved; the same command goes on", file=sys.stderr)
+        return 130
+    return 0

@@ -1,0 +1,58 @@
+"""The training step of a converted model as a static graph, for a device that has no PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Runner:
+    """What a runner has to know to train the network on picture files.
+
+    The network sees `(x - mean) / std` of bytes. `ignore` is the mask value that counts for
+    nothing. `recipe` may have `lr`, `warmup`, `batch`, `epochs` and `seed`, the runner's defaults.
+    """
+
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    classes: tuple[str, ...]
+    ignore: int | None = None
+    recipe: dict | None = None
+
+    def about(self) -> dict:
+        """As the manifest has it."""
+        pictures = {name: getattr(self, name) for name in ("mean", "std", "classes", "ignore")}
+        return {"pictures": pictures, "recipe": self.recipe or {}}
+
+
+def export(
+    model: nn.Module,
+    example: Tensor,
+    target: Tensor,
+    path: str | Path,
+    *,
+    optimizer=None,
+    clip: float | None = None,
+    batch: int | None = None,
+    runner: Runner | None = None,
+) -> Path:
+    """Write the training step of `model` into the folder `path`; returns it.
+
+    `example` is a batch of images as the model takes them, `target` their classes [N] or masks
+    [N, H, W]; the loss is the mean cross-entropy. The step is that of the plan on the model
+    (`convert`), its trained parameters those that require a gradient now, its `optimizer` a
+    torch.optim.SGD or AdamW (default: SGD), with gradients clipped to a common norm of `clip`.
+    The learning rate is an input of every step. Dropout and stochastic depth are left out.
+    `batch` fixes the number of images a step; by default any number goes. `runner` tells
+    `gradfilter-device` how to feed it; a program of your own can do without.
+
+    The folder gets `train.onnx`, `predict.onnx`, `constants.bin` (what does not change, for both),
+    `parameters.npz` and `manifest.json`. `gradfilter-device` trains with it, or any program that
+    has ONNX Runtime.
+    """
+    from gradfilter.export.folder import Export
+
+    return Export(model, example, target, optimizer, clip, batch).write(Path(path), runner)

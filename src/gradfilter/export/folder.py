@@ -1,0 +1,198 @@
+"""The folder that an export is: two graphs, their constants, parameters and a manifest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from gradfilter.export import Runner, recorded, write
+from gradfilter.export.align import align
+from gradfilter.export.check import no_exact_gradient
+from gradfilter.export.graph import OPSET, Batch, Graph, Value
+from gradfilter.export.lower import Lowering
+from gradfilter.export.optimizers import understood
+from gradfilter.export.step import TrainingStep, enlarged, scores_of
+from gradfilter.export.trace import traced
+from gradfilter.order import evaluating
+
+FORMAT = 1
+CHECK_STEPS, CHECK_RATE = 3, 0.01
+TRAIN, PREDICT, CONSTANTS = "train.onnx", "predict.onnx", "constants.bin"
+PARAMETERS, MANIFEST = "parameters.npz", "manifest.json"
+NEW = "new."  # stands before the name of what a step puts out
+
+
+class Export:
+    """A training step, traced and lowered; `write` puts it into a folder."""
+
+    def __init__(self, model: nn.Module, example, target, optimizer, clip, batch: int | None):
+        _check(model, example, target, clip, batch)
+        self.model, self.batch, self.clip = model, batch, clip
+        self.optimizer = understood(optimizer)
+        self.parameters = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+        self.state = self.optimizer.start(self.parameters)
+        count = batch or 2
+        self.example, self.target = (_repeated(t, count + 1) for t in (example, target))
+        self.count = count
+        with evaluating(model):
+            self.train = self._lowered(self._step())
+            self.predict = self._lowered(self._prediction())
+
+    def _step(self) -> _Traced:
+        step = self.step = TrainingStep(
+            self.model, tuple(self.parameters), tuple(self.state), self.optimizer, self.clip
+        )
+        fixed = [*self.parameters.values(), *self.state.values()]
+        rate = torch.zeros((), dtype=self.example.dtype)
+        found = _Traced(self, step, lambda n: [*fixed, rate, self.example[:n], self.target[:n]])
+        found.names = [*self.parameters, *self.state, "rate", "images", "targets"]
+        found.outputs = [*(NEW + n for n in (*self.parameters, *self.state)), "loss"]
+        grads = found.trace.outputs[len(found.outputs) :]
+        no_exact_gradient(found.trace, self.model, list(self.parameters), grads)
+        return found
+
+    def _prediction(self) -> _Traced:
+        maps = self.target.ndim == 3
+
+        def predict(*tensors: Tensor) -> tuple[Tensor]:
+            own = dict(zip(self.parameters, tensors[:-1], strict=True))
+            scores = scores_of(functional_call(self.model, own, (tensors[-1],)))
+            return (enlarged(scores, tensors[-1].shape[-2:]) if maps else scores,)
+
+        own = list(self.parameters.values())
+        found = _Traced(self, predict, lambda n: [*own, self.example[:n]])
+        found.names, found.outputs = [*self.parameters, "images"], ["scores"]
+        return found
+
+    def _lowered(self, found: _Traced) -> Graph:
+        graph = Graph()
+        inputs = [
+            _input(graph, n, t, found.free) for n, t in zip(found.names, found.tensors, strict=True)
+        ]
+        results = Lowering(graph, found.convolutions).run(found.trace, inputs)
+        for name, value in zip(found.outputs, results, strict=False):
+            graph.output(name, value)
+        return graph
+
+    def write(self, path: Path, runner: Runner | None) -> Path:
+        path.mkdir(parents=True, exist_ok=True)
+        store = write.Constants(path / CONSTANTS)
+        for name, graph in ((TRAIN, self.train), (PREDICT, self.predict)):
+            write.save(graph, path / name, store)
+        np.savez(path / PARAMETERS, **{n: p.cpu().numpy() for n, p in self.parameters.items()})
+        files = (TRAIN, PREDICT, CONSTANTS, PARAMETERS)
+        about = self._about(runner) | {"files": {n: digest(path / n) for n in files}}
+        (path / MANIFEST).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        return path
+
+    def _about(self, runner: Runner | None) -> dict:
+        """What the manifest says beside the hashes."""
+        dtype = str(self.example.dtype).removeprefix("torch.")
+        sizes = {"parameters": self.parameters, "state": self.state}
+        about = {
+            "format": FORMAT,
+            "versions": {n: _version(n) for n in ("gradfilter", "torch", "onnx")}
+            | {"opset": OPSET},
+            "dtype": dtype,
+            **{k: {n: list(t.shape) for n, t in v.items()} for k, v in sizes.items()},
+            "images": [self.batch, *self.example.shape[1:]],
+            "targets": [self.batch, *self.target.shape[1:]],
+            "task": "segmentation" if self.target.ndim == 3 else "classification",
+            "optimizer": {"name": self.optimizer.name, **vars(self.optimizer), "clip": self.clip},
+            "layers": {
+                name: "frozen" if not m.weight.requires_grad else repr(m.gf.method)
+                for name, m in self.model.named_modules()
+                if hasattr(m, "gf")
+            },
+            "outputs": self.predict.outputs[0][1].shape[1],
+            "check": self._check(),
+            "state_in_place": write.in_place(self.train, list(self.state), NEW),
+            "frozen": any(not p.requires_grad for p in self.model.parameters()),
+        }
+        return about | ({} if runner is None else runner.about())
+
+    def _check(self) -> dict:
+        """A few steps of PyTorch itself, for a device to compare its own with."""
+        random = np.random.RandomState(0)  # whose stream NumPy keeps fixed
+        images = random.standard_normal(self.example[: self.count].shape)
+        outputs = self.predict.outputs[0][1].shape[1]
+        targets = random.randint(outputs, size=tuple(self.target[: self.count].shape))
+        given = [torch.from_numpy(images).to(self.example.dtype), torch.from_numpy(targets).long()]
+        now = [*self.parameters.values(), *self.state.values()]
+        rate, losses = torch.tensor(CHECK_RATE, dtype=self.example.dtype), []
+        with evaluating(self.model):
+            for _ in range(CHECK_STEPS):
+                *now, loss = self.step(*now, rate, *given)[: len(now) + 1]
+                losses.append(float(loss))
+        return {"images": self.count, "rate": CHECK_RATE, "losses": losses}
+
+
+class _Traced:
+    """A function traced for one number of images, or for any by two traces compared."""
+
+    def __init__(self, export: Export, function, tensors):
+        model, count = export.model, export.count
+        self.free = export.batch is None
+        self.tensors = tensors(count)
+        with _warmed(model, export.example[:count]) as self.convolutions:
+            self.trace = traced(function, self.tensors)
+        if self.free:
+            with _warmed(model, export.example):
+                align(self.trace, traced(function, tensors(count + 1)), (count, count + 1))
+
+
+@contextmanager
+def _warmed(model: nn.Module, images: Tensor):
+    """The model after it ran on such images, so that the engine has worked out all it needs."""
+    with torch.enable_grad():
+        model(images)
+    with recorded.recording(model) as convolutions:
+        yield list(convolutions)
+
+
+def _input(graph: Graph, name: str, t: Tensor, free: bool) -> Value:
+    shape = tuple(t.shape)
+    per_image = free and name in ("images", "targets")
+    return graph.input(name, (Batch(), *shape[1:]) if per_image else shape, t.dtype)
+
+
+def _check(model, example, target, clip, batch) -> None:
+    if not any(hasattr(m, "gf") for m in model.modules()):
+        raise ValueError("export: convert the model first; gf.Exact() leaves every gradient exact")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("export: the model has nothing to train: every parameter is frozen")
+    if not isinstance(example, Tensor) or example.ndim != 4 or not len(example):
+        raise ValueError("export: example must be a batch of images [N, C, H, W]")
+    if target.ndim not in (1, 3) or target.dtype != torch.int64 or len(target) != len(example):
+        raise ValueError("export: target must be int64, classes [N] or masks [N, H, W]")
+    if next(model.parameters()).device.type != "cpu":
+        raise ValueError("export: move the model to the CPU first")
+    if batch is not None and batch < 1:
+        raise ValueError(f"export: batch must be a whole number >= 1, got {batch!r}")
+    if clip is not None and not clip > 0:
+        raise ValueError(f"export: clip must be above 0, got {clip!r}")
+
+
+def _repeated(t: Tensor, count: int) -> Tensor:
+    """So many images, those of t over and over."""
+    return t.detach()[torch.arange(count) % len(t)].contiguous()
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "unknown"

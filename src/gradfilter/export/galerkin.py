@@ -1,0 +1,192 @@
+"""Both gradients of a convolution under GalerkinFilter, as products on the patch grid.
+
+The counts N_a[p, q] of `patches.tap_counts` are constants of the graph: `spread` [taps, P, Q] has
+all pixels' worth of them where the grid is small. No weight is copied in another order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradfilter.export.arithmetic import joined
+from gradfilter.export.convolutions import conv as convolve
+from gradfilter.export.convolutions import grad_input, grad_weight, product
+from gradfilter.export.graph import Operand
+from gradfilter.layers import ConvOp
+
+SMALL = 600_000  # counts that are written out in full; beyond, one axis after the other
+
+
+def backward(c, conv, g, x, w, need_gx, need_gw):
+    """g [N, O, P1, P2], x [N, C, Q1, Q2] -> gx as x, gw as w."""
+    op: ConvOp = conv.op
+    depthwise = op.groups > 1 and w.shape[0] == op.groups and w.shape[1] == 1
+    if conv.diagonal is not None and op.groups == 1:
+        return _pointwise(c, conv, g, x, w, need_gx, need_gw)
+    (kh, p1, q1), (kw, p2, q2) = (t.shape for t in conv.taps)
+    small = kh * kw * p1 * p2 * q1 * q2 <= SMALL
+    if depthwise:
+        body = _depthwise if small else _separately
+    elif op.groups == 1 and small:
+        body = _dense
+    elif conv.regular is not None:
+        body = _regular
+    else:
+        body = _separately
+    gx, gw = body(c, conv, g, x, w, need_gx, need_gw)
+    if gx is not None and not (isinstance(conv.area, float) and conv.area == 1):
+        gx = c.graph.reshape(gx, (g.shape[0], w.shape[1] * op.groups, q1, q2))
+        gx = joined(c, "Div", gx, conv.area)
+    return gx, gw
+
+
+def _flat(c, x: Operand) -> Operand:
+    """[N, C, P, Q] -> [N, C, P * Q]"""
+    return c.graph.reshape(x, (*x.shape[:2], x.shape[2] * x.shape[3]))
+
+
+def _pointwise(c, conv, g, x, w, need_gx, need_gw):
+    """A 1x1 layer whose patches match one to one."""
+    gx = gw = None
+    if need_gx:
+        taps = c.graph.permute(c.graph.reshape(w, tuple(w.shape[:2])), [1, 0])  # [C, O]
+        gx = c.graph.matmul(taps, _flat(c, g))
+        ratio = conv.diagonal / conv.area
+        if isinstance(ratio, Tensor):
+            gx = joined(c, "Mul", gx, ratio.flatten())
+        elif ratio != 1:
+            gx = joined(c, "Mul", gx, ratio)
+    if need_gw:
+        if isinstance(conv.diagonal, Tensor):
+            gw = product(c, joined(c, "Mul", g, conv.diagonal), x)
+        else:
+            gw = product(c, g, x)
+            gw = gw if conv.diagonal == 1 else joined(c, "Mul", gw, conv.diagonal)
+    return gx, gw
+
+
+def _counts(conv) -> Tensor:
+    """[taps, P, Q], P and Q being all patches of y and of x."""
+    rows, columns = conv.taps
+    every = torch.einsum("apq,brs->abprqs", rows, columns)
+    return every.flatten(4, 5).flatten(2, 3).flatten(0, 1)
+
+
+def _dense(c, conv, g, x, w, need_gx, need_gw):
+    """Any layer without groups, on a small grid: W^T g by the counts; x by the counts, then g."""
+    graph, counts = c.graph, _counts(conv).to(g.dtype)
+    taps, patches, cells = counts.shape
+    n, out = g.shape[:2]
+    inner = w.shape[1]
+    flat = _flat(c, g)
+    gx = gw = None
+    if need_gx:
+        columns = graph.permute(graph.reshape(w, (out, inner * taps)), [1, 0])  # [C * taps, O]
+        seen = graph.matmul(columns, flat)  # [N, C * taps, P]
+        seen = graph.reshape(seen, (n, inner, taps * patches))
+        gx = graph.matmul(seen, counts.reshape(taps * patches, cells))
+    if need_gw:
+        across = counts.permute(2, 0, 1).reshape(cells, taps * patches)
+        seen = graph.matmul(_flat(c, x), across)  # [N, C, taps * P]
+        seen = graph.reshape(seen, (n, inner * taps, patches, 1))
+        gw = product(c, graph.reshape(flat, (n, out, patches, 1)), seen)
+    return gx, gw
+
+
+def _depthwise(c, conv, g, x, w, need_gx, need_gw):
+    """One kernel a channel, on a small grid."""
+    graph, counts = c.graph, _counts(conv).to(g.dtype)
+    taps, patches, cells = counts.shape
+    n, channels = g.shape[:2]
+    gx = gw = None
+    if need_gx and _slides(conv):
+        gx = _slid(c, conv.regular, g, w)
+    elif need_gx:
+        kernel = graph.reshape(w, (channels, taps, 1))
+        outer = graph.binary("Mul", kernel, graph.reshape(g, (n, channels, 1, patches)))
+        outer = graph.reshape(outer, (n, channels, taps * patches))
+        gx = graph.matmul(outer, counts.reshape(taps * patches, cells))
+    if need_gw:
+        gw = _depthwise_weight(c, conv, g, x)
+    return gx, gw
+
+
+def _depthwise_weight(c, conv, g, x) -> Operand:
+    """gw[a, b] = sum N_a[p, q] g[p, r] x[q, s] N_b[r, s]: columns first, then g, then rows."""
+    graph = c.graph
+    rows, columns = (t.to(g.dtype) for t in conv.taps)
+    (kh, p1, q1), (kw, p2, q2) = rows.shape, columns.shape
+    n, channels = g.shape[:2]
+    seen = graph.matmul(x, columns.permute(2, 0, 1).reshape(q2, kw * p2))  # [N, C, Q1, kw * P2]
+    seen = graph.permute(graph.reshape(seen, (n, channels, q1 * kw, p2)), [0, 1, 3, 2])
+    met = graph.sum(graph.matmul(g, seen), [0])  # [C, P1, Q1 * kw]
+    last = torch.einsum("apq,bd->pqbad", rows, torch.eye(kw, dtype=g.dtype))
+    return graph.matmul(graph.reshape(met, (channels, p1 * q1 * kw)), last.reshape(-1, kh * kw))
+
+
+def _slides(conv) -> bool:
+    """Whether gx is a convolution of g of stride 1 with as many patches on both sides."""
+    regular = conv.regular
+    return regular is not None and regular.op.stride == (1, 1)
+
+
+def _slid(c, regular, g, w) -> Operand:
+    """The small convolution backwards: a convolution with its taps in reverse order."""
+    graph, op = c.graph, regular.op
+    channels, taps = w.shape[0], w.shape[2] * w.shape[3]
+    mix = regular.mix.to(g.dtype).flip(1)  # [taps of w, taps of the small one], reversed
+    mixed = graph.matmul(graph.reshape(w, (channels, taps)), mix)
+    mixed = graph.reshape(mixed, (channels, 1, *op.kernel))
+    top, bottom, left, right = op.padding
+    kh, kw = op.kernel
+    pads = [kh - 1 - top, kw - 1 - left, kh - 1 - bottom, kw - 1 - right]
+    size = [g.shape[2 + i] + pads[i] + pads[2 + i] - op.kernel[i] + 1 for i in (0, 1)]
+    return convolve(c, g, mixed, None, (1, 1), pads, (1, 1), channels, (*g.shape[:2], *size))
+
+
+def _regular(c, conv, g, x, w, need_gx, need_gw):
+    """Where every patch sees its neighbours alike: the gradients of a small convolution."""
+    graph, regular = c.graph, conv.regular
+    op, taps = regular.op, w.shape[2] * w.shape[3]
+    cells = tuple(t.shape[2] for t in conv.taps)
+    gx = gw = None
+    small = (*w.shape[:2], *op.kernel)
+    if need_gx:
+        mixed = w
+        if not regular.plain:
+            rows = graph.reshape(w, (*w.shape[:2], taps))
+            mixed = graph.reshape(graph.matmul(rows, regular.mix.to(g.dtype)), small)
+        gx = grad_input(c, op, g, mixed, (g.shape[0], w.shape[1] * op.groups, *cells))
+    if need_gw:
+        gw = grad_weight(c, op, g, x, small)
+        if not regular.plain:
+            rows = graph.reshape(gw, (*w.shape[:2], op.kernel[0] * op.kernel[1]))
+            gw = graph.matmul(rows, regular.mix.T.to(g.dtype).contiguous())
+    return gx, gw
+
+
+def _separately(c, conv, g, x, w, need_gx, need_gw):
+    """Any layer and grid: g as every tap sees it, one axis after the other."""
+    graph, groups = c.graph, conv.op.groups
+    (kh, p1, q1), (kw, p2, q2) = (t.shape for t in conv.taps)
+    rows, columns = (t.to(g.dtype).permute(1, 0, 2).flatten(1) for t in conv.taps)  # [P, k * Q]
+    n, out = g.shape[:2]
+    wide = graph.matmul(g, columns)  # [N, O, P1, kw * Q2]
+    tall = graph.matmul(graph.permute(wide, [0, 1, 3, 2]), rows)  # [N, O, kw * Q2, kh * Q1]
+    own = out // groups
+    seen = graph.reshape(tall, (n, groups, own, kw, q2, kh, q1))
+    seen = graph.permute(seen, [0, 1, 2, 5, 3, 6, 4])
+    seen = graph.reshape(seen, (n, groups, own * kh * kw, q1 * q2))
+    gx = gw = None
+    inner = w.shape[1]
+    if need_gx:
+        taps = graph.reshape(w, (groups, own, inner, kh * kw))
+        taps = graph.reshape(graph.permute(taps, [0, 2, 1, 3]), (groups, inner, own * kh * kw))
+        gx = graph.matmul(taps, seen)  # [N, G, C / G, Q]
+    if need_gw:
+        cells = graph.permute(graph.reshape(x, (n, groups, inner, q1 * q2)), [0, 1, 3, 2])
+        gw = graph.sum(graph.matmul(seen, cells), [0])  # [G, O / G * taps, C / G]
+        gw = graph.reshape(gw, (groups, own, kh * kw, inner))
+        gw = graph.permute(gw, [0, 1, 3, 2])
+    return gx, gw

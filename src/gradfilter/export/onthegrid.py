@@ -1,0 +1,152 @@
+"""The kernels of the patch grid: statistics next to their layer, gradients as small products."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradfilter.export import convolutions, galerkin, gradientfilter
+from gradfilter.export.arithmetic import cast, compare, joined
+from gradfilter.export.graph import Operand
+from gradfilter.export.trace import Result, traced
+from gradfilter.kernels.eager import ACTIVATIONS, IDEMPOTENT
+from gradfilter.patches import divide_up, patch_area
+from gradfilter.region.grid import _Filtered
+
+FEW = 16  # patches a row, up to which a product with all of them is the fastest mean
+CONVOLUTION = torch.ops.aten.convolution.default
+
+
+def patch_mean(c, call, x, side):
+    return mean(c, x, side)
+
+
+def mean(c, x: Operand, side) -> Operand:
+    """Mean over each patch; patches at the far edges over the pixels they have."""
+    size = tuple(x.shape[2:])
+    side = [min(r, s) for r, s in zip(side, size, strict=True)]
+    if side == [1, 1]:
+        return x
+    count = tuple(divide_up(s, r) for s, r in zip(size, side, strict=True))
+    if size[0] % side[0] == 0 and count[1] <= FEW:
+        return _by_product(c, x, side, count)
+    beyond = [n * r - s for n, r, s in zip(count, side, size, strict=True)]
+    found = c.graph.op(
+        "AveragePool", x, kernel_shape=side, strides=side, pads=[0, 0, *beyond],
+        count_include_pad=1, shape=(*x.shape[:2], *count), dtype=x.dtype,
+    )  # fmt: skip
+    if not any(beyond):
+        return found
+    like = torch.empty(0, dtype=x.dtype)
+    return joined(c, "Mul", found, side[0] * side[1] / patch_area(like, size, count, side))
+
+
+def _by_product(c, x: Operand, side, count) -> Operand:
+    """The rows of a row of patches lie next to each other in memory: one matrix product.
+
+    ONNX Runtime's AveragePool takes twice as long, or changes the order in memory first.
+    """
+    rows, width = side[0], x.shape[3]
+    of = _columns(width, side, count)
+    weight = of.double() / (of.sum(0) * rows)
+    flat = c.graph.reshape(x, (*x.shape[:2], count[0], rows * width))
+    return c.graph.matmul(flat, weight.repeat(rows, 1).to(x.dtype))
+
+
+def epilogue(c, call, y, scale, shift, act, parameter, side, residual, stats):
+    """A convolution with what follows it; scale and shift go into its weight and bias."""
+    z = _folded(c, call, y, scale, shift)
+    if residual is not None:
+        z = joined(c, "Add", z, residual)
+    a = activated(c, z, act, parameter)
+    read = call.read
+    means = mean(c, a, side) if stats and 1 in read else None
+    slopes = None
+    if stats and 2 in read and act != "none":
+        slopes = _slopes(c, a if act in IDEMPOTENT else z, act, parameter, side)
+    return a, means, slopes
+
+
+def _folded(c, call, y, scale, shift) -> Operand:
+    """y * scale + shift."""
+    before = call.args[0]
+    own = before.call if isinstance(before, Result) else None
+    if own is not None and own.target is CONVOLUTION and own.read == {0: 1}:
+        x, w, b = (c.value(a) for a in own.args[:3])
+        stride, padding, dilation, transposed, _, groups = own.args[3:9]
+        if b is None and not transposed:
+            x, pads = convolutions.padded(c, own, x, padding)
+            if scale is not None:
+                w = times(c, w, c.graph.reshape(scale, (*scale.shape, 1, 1, 1)))
+            return convolutions.conv(c, x, w, shift, stride, pads, dilation, groups, y.shape)
+    if scale is not None:
+        y = joined(c, "Mul", y, c.graph.reshape(scale, (*scale.shape, 1, 1)))
+    return y if shift is None else joined(c, "Add", y, c.graph.reshape(shift, (*shift.shape, 1, 1)))
+
+
+def times(c, a: Operand, b: Operand) -> Operand:
+    both = isinstance(a, Tensor) and isinstance(b, Tensor)
+    return a * b if both else joined(c, "Mul", a, b)
+
+
+def activated(c, z: Operand, act: str, parameter: float) -> Operand:
+    if act == "none":
+        return z
+    if act == "relu":
+        return c.graph.op("Relu", z, like=z)
+    if act == "relu6":
+        ends = (torch.tensor(v, dtype=z.dtype) for v in (0.0, 6.0))
+        return c.graph.op("Clip", z, *ends, like=z)
+    return inlined(c, ACTIVATIONS[act].f, z, parameter)
+
+
+def _slopes(c, x: Operand, act: str, parameter: float, side) -> Operand:
+    """Patch means of f' at x; of an idempotent activation x may be f's own output."""
+    if act not in IDEMPOTENT:
+        return mean(c, inlined(c, ACTIVATIONS[act].slope, x, parameter), side)
+    inside = compare("Greater")(c, None, x, 0.0)
+    if act == "relu6":
+        inside = joined(c, "And", inside, compare("Less")(c, None, x, 6.0))
+    size = tuple(x.shape[2:])
+    side = [min(r, s) for r, s in zip(side, size, strict=True)]
+    count = [divide_up(s, r) for s, r in zip(size, side, strict=True)]
+    if size[0] % side[0] or count[1] > FEW or side == [1, 1]:
+        return mean(c, cast(c, inside, x.dtype), side)
+    # counted in bytes: a quarter of the memory that the slopes would take as numbers
+    found, pixels = _counted(c, cast(c, inside, torch.uint8), side, count)
+    return joined(c, "Div", cast(c, found, x.dtype), pixels.to(x.dtype))
+
+
+def _counted(c, x: Operand, side, count) -> tuple[Operand, Tensor]:
+    """How many pixels of each patch are 1, and how many there are."""
+    of = _columns(x.shape[3], side, count)
+    flat = c.graph.reshape(x, (*x.shape[:2], count[0], side[0] * x.shape[3]))
+    ones = of.to(torch.uint8).repeat(side[0], 1)
+    shape = (*x.shape[:2], *count)
+    found = c.graph.op("MatMulInteger", flat, ones, shape=shape, dtype=torch.int32)
+    return found, of.sum(0) * side[0]
+
+
+def _columns(width: int, side, count) -> Tensor:
+    """[W, Q]: which column of pixels is of which column of patches."""
+    return torch.arange(width)[:, None] // side[1] == torch.arange(count[1])
+
+
+def inlined(c, f, z: Operand, parameter: float) -> Operand:
+    """A pointwise function of PyTorch, written out operator by operator."""
+    from gradfilter.export.lower import Lowering
+
+    example = torch.ones((), dtype=z.dtype)  # its shape has no part in the result
+    trace = traced(lambda t: (f(t, parameter),), [example])
+    return Lowering(c.graph, []).run(trace, [z])[0]
+
+
+def grid_backward(c, call, g, x, w, number, need_gx, need_gw):
+    conv = c.convolutions[number]
+    body = gradientfilter if isinstance(conv, _Filtered) else galerkin
+    found = body.backward(c, conv, g, x, w, need_gx, need_gw)
+    shapes = zip(found, call.shapes, strict=True)
+    return tuple(None if t is None else c.graph.reshape(t, shape) for t, shape in shapes)
+
+
+OPERATORS = {"patch_mean": patch_mean, "epilogue": epilogue, "grid_backward": grid_backward}

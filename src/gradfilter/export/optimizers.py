@@ -1,0 +1,115 @@
+"""The update of an optimizer as plain arithmetic on tensors, the same as torch.optim's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Sgd:
+    """torch.optim.SGD: momentum and weight decay, both 0 by default."""
+
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+
+    name = "sgd"
+
+    @property
+    def keeps(self) -> tuple[str, ...]:
+        """What it remembers of every parameter."""
+        return ("momentum",) if self.momentum else ()
+
+    def start(self, parameters: State) -> State:
+        """The state before the first step, by the names of the graph's inputs."""
+        return _zeros(self.keeps, parameters)
+
+    def shared(self, state: State) -> State:
+        """What all parameters have in common, of the step that is being taken."""
+        return {}
+
+    def update(self, p: Tensor, g: Tensor, rate: Tensor, state: State, _) -> tuple[Tensor, State]:
+        """The parameter and its own state after a step."""
+        if self.weight_decay:
+            g = g + self.weight_decay * p
+        if not self.momentum:
+            return p - rate * g, {}
+        buffer = self.momentum * state["momentum"] + g
+        step = g + self.momentum * buffer if self.nesterov else buffer
+        return p - rate * step, {"momentum": buffer}
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """torch.optim.AdamW."""
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+
+    name = "adamw"
+    keeps = ("mean", "square")
+
+    def start(self, parameters: State) -> State:
+        dtype = next(iter(parameters.values())).dtype
+        return {"step": torch.zeros((), dtype=dtype)} | _zeros(self.keeps, parameters)
+
+    def shared(self, state: State) -> State:
+        step = state["step"] + 1
+        like = torch.full_like(step, 1.0)
+        return {
+            "step": step,
+            "bias1": 1 - torch.pow(like * self.beta1, step),
+            "bias2": torch.sqrt(1 - torch.pow(like * self.beta2, step)),
+        }
+
+    def update(self, p: Tensor, g: Tensor, rate: Tensor, state: State, shared) -> tuple:
+        mean = self.beta1 * state["mean"] + (1 - self.beta1) * g
+        square = self.beta2 * state["square"] + (1 - self.beta2) * (g * g)
+        size = rate / shared["bias1"]
+        step = size * (mean / (torch.sqrt(square) / shared["bias2"] + self.eps))
+        decayed = p * (1 - rate * self.weight_decay) if self.weight_decay else p
+        return decayed - step, {"mean": mean, "square": square}
+
+
+Optimizer = Sgd | AdamW
+
+
+def _zeros(keeps: tuple[str, ...], parameters: State) -> State:
+    return {f"{k}.{name}": torch.zeros_like(p) for k in keeps for name, p in parameters.items()}
+
+
+def understood(optimizer: torch.optim.Optimizer | Optimizer | None) -> Optimizer:
+    """The optimizer whose update is written down; refuses what that would change."""
+    if optimizer is None:
+        return Sgd()
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    kinds = {torch.optim.SGD: _sgd, torch.optim.AdamW: _adamw}
+    if type(optimizer) not in kinds:
+        raise ValueError(
+            f"export: the optimizer must be torch.optim.SGD or AdamW, got {optimizer!r}"
+        )
+    read = kinds[type(optimizer)]
+    found = {read(group) for group in optimizer.param_groups}
+    if len(found) > 1:
+        raise ValueError("export: all groups of the optimizer must have the same settings")
+    return found.pop()
+
+
+def _sgd(group: dict) -> Sgd:
+    if group["dampening"] or group["maximize"]:
+        raise ValueError("export: SGD with dampening or maximize is not supported")
+    return Sgd(group["momentum"], group["weight_decay"], group["nesterov"])
+
+
+def _adamw(group: dict) -> AdamW:
+    if group["amsgrad"] or group["maximize"]:
+        raise ValueError("export: AdamW with amsgrad or maximize is not supported")
+    return AdamW(*group["betas"], group["eps"], group["weight_decay"])

@@ -1,0 +1,142 @@
+"""An exported step is the step that PyTorch takes, for every kind of plan."""
+
+import exported
+import networks
+import numpy as np
+import pytest
+import torch
+from exported import assert_close, in_pytorch, optimizer_of
+from hypothesis import HealthCheck, Phase, given, settings
+from torch import nn
+
+import gradfilter as gf
+
+CLASSES = 5
+TOLERANCE = 1e-9
+PLANS = {
+    "galerkin grid": gf.GalerkinFilter(grid=3),
+    "galerkin patch": gf.GalerkinFilter(patch=2),
+    "gradient filter": gf.GradientFilter(patch=2),
+    "gradient filter 3": gf.GradientFilter(patch=3),
+    "exact": gf.Exact(),
+    "mixed": {
+        "0.*": gf.GalerkinFilter(grid=3),
+        "1.*": gf.Exact(),
+        "2.*": gf.GradientFilter(patch=2),
+    },
+    "frozen": {"0.*": "frozen", "1.*": gf.GalerkinFilter(grid=3), "2.*": gf.Exact()},
+}
+
+
+def block(channels: int, out: int, stride: int, groups: int = 1, act=nn.ReLU6) -> nn.Sequential:
+    conv = nn.Conv2d(channels, out, 3, stride, 1, groups=groups, bias=False)
+    return nn.Sequential(conv, networks.norm(out, "affine"), act())
+
+
+def small(maps: bool = False) -> nn.Sequential:
+    """Dense, depthwise, grouped, strided and 1x1 layers; scores, or maps of them."""
+    torch.manual_seed(0)
+    expand = nn.Sequential(nn.Conv2d(8, 16, 1, bias=False), networks.norm(16, "affine"), nn.ReLU())
+    body = [
+        nn.Sequential(block(3, 8, 2), block(8, 8, 1, 8)),
+        nn.Sequential(expand, block(16, 16, 2, 2, nn.Hardswish), block(16, 16, 1, 16, nn.SiLU)),
+        nn.Sequential(nn.Conv2d(16, 12, 1), nn.ReLU()),
+    ]
+    if maps:
+        return nn.Sequential(*body, nn.Conv2d(12, CLASSES, 1)).double()
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, CLASSES)]
+    return nn.Sequential(*body, *head).double()
+
+
+def batch(count: int = 3, size=(13, 18), maps: bool = False):
+    noise = torch.Generator().manual_seed(1)
+    x = torch.randn(count, 3, *size, generator=noise, dtype=torch.float64)
+    shape = (count, *size) if maps else (count,)
+    target = torch.randint(CLASSES, shape, generator=noise)
+    if maps:
+        target[:, :2] = -100  # no class: has no part in the loss
+    return x, target
+
+
+def planned(name: str, maps: bool = False) -> nn.Module:
+    model = small(maps)
+    gf.convert(model, PLANS[name], example=batch(2)[0])
+    return model
+
+
+@pytest.mark.parametrize("maps", [False, True], ids=["classes", "masks"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_one_step_in_float64(plan, maps, tmp_path):
+    model, (x, target) = planned(plan, maps), batch(maps=maps)
+    optimizer = optimizer_of(model, torch.optim.SGD, momentum=0.9, weight_decay=1e-3)
+    folder = exported.exported(model, x, target, tmp_path, optimizer=optimizer)
+    loss = folder.step(x, target)
+    expected = in_pytorch(model, x, target, optimizer)
+    assert_close(folder.values | {"loss": np.array(loss)}, expected, TOLERANCE)
+
+
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, {}),
+    "nesterov": (torch.optim.SGD, {"momentum": 0.8, "nesterov": True}),
+    "adamw": (torch.optim.AdamW, {"weight_decay": 0.1}),
+}
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_three_steps_of_every_optimizer(kind, clip, tmp_path):
+    model, (x, target) = planned("mixed"), batch()
+    optimizer = optimizer_of(model, OPTIMIZERS[kind][0], **OPTIMIZERS[kind][1])
+    folder = exported.exported(model, x, target, tmp_path, optimizer=optimizer, clip=clip)
+    for _ in range(3):
+        folder.step(x, target)
+    expected = in_pytorch(model, x, target, optimizer, clip, steps=3)
+    expected.pop("loss")
+    assert_close(folder.values, expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("fixed", [None, 4])
+def test_batch_size_free_or_fixed(fixed, tmp_path):
+    model, (x, target) = planned("galerkin grid"), batch(4)
+    folder = exported.exported(model, x[:2], target[:2], tmp_path, batch=fixed)
+    folder.step(x, target)
+    optimizer = optimizer_of(model, torch.optim.SGD)
+    expected = in_pytorch(model, x, target, optimizer)
+    expected.pop("loss")
+    assert_close(folder.values, expected, TOLERANCE)
+    assert folder.manifest["images"][0] == fixed
+
+
+def test_prediction_is_the_models(tmp_path):
+    for maps in (False, True):
+        model, (x, target) = planned("frozen", maps), batch(maps=maps)
+        folder = exported.exported(model, x, target, tmp_path)
+        with torch.no_grad():
+            scores = model.eval()(x)
+        if maps:
+            scores = torch.nn.functional.interpolate(scores, x.shape[2:], mode="bilinear")
+        assert np.abs(folder.scores(x) - scores.numpy()).max() < 1e-9
+
+
+@settings(
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+)
+@given(networks.drawn_networks(kinds=[k for k in networks.BLOCKS if k != "drop"]))
+def test_drawn_networks(tmp_path_factory, drawn):
+    inner, x = drawn.build()
+    network = networks.Call(lambda m, x: m.inner(x)[0], inner=inner).double()
+    gf.convert(network, networks.METHODS[drawn.seed % len(networks.METHODS)], example=x)
+    with torch.no_grad():
+        shape = network.eval()(x).shape
+    if len(shape) == 4:
+        inner.fc.requires_grad_(False)  # a map is given, and no class
+    noise = torch.Generator().manual_seed(drawn.seed)
+    target = torch.randint(shape[1], (shape[0], *shape[2:]), generator=noise)
+    folder = exported.exported(network, x, target, tmp_path_factory.mktemp("drawn"))
+    folder.step(x, target)
+    expected = in_pytorch(network, x, target, optimizer_of(network, torch.optim.SGD))
+    expected.pop("loss")
+    assert_close(folder.values, expected, TOLERANCE)

@@ -1,0 +1,154 @@
+"""Exported steps in ONNX Runtime: real networks, refusals, the command."""
+
+import copy
+
+import exported
+import networks
+import numpy as np
+import onnx
+import pytest
+import tiny
+import torch
+from exported import assert_close, in_pytorch, optimizer_of
+from torch import nn
+
+import gradfilter as gf
+from gradfilter.export import check, trace
+from gradfilter.recipes import datasets
+
+
+def converted(name: str, what, size: int = 64, dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    model = networks.named(name).to(dtype)
+    x = torch.randn(3, 3, size, size, dtype=dtype)
+    gf.convert(model, what, example=x, **options)
+    return model, x, torch.randint(10, (3,))
+
+
+def test_a_real_network_in_float64(tmp_path):
+    model, x, target = converted(
+        "mobilenet_v2", gf.GalerkinFilter(grid=7), 40, torch.float64, last=8
+    )
+    optimizer = optimizer_of(model, torch.optim.SGD, momentum=0.9)
+    folder = exported.exported(model, x, target, tmp_path, optimizer=optimizer)
+    folder.step(x, target)
+    expected = in_pytorch(model, x, target, optimizer)
+    expected.pop("loss")
+    assert_close(folder.values, expected, 1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "what", [gf.GalerkinFilter(grid=7), gf.GradientFilter(patch=2), gf.Exact()]
+)
+@pytest.mark.parametrize("name", ["mobilenet_v2", "resnet18", "tf_efficientnet_lite0"])
+def test_real_networks_in_onnx_runtime(name, what, tmp_path):
+    model, x, target = converted(name, what, last=6)
+    optimizer = optimizer_of(model, torch.optim.SGD, momentum=0.9)
+    folder = exported.exported(model, x, target, tmp_path, exported.runtime, optimizer=optimizer)
+    loss = folder.step(x, target)
+    expected = in_pytorch(model, x, target, optimizer)
+    assert_close(folder.values | {"loss": np.array(loss, np.float32)}, expected, 2e-4)
+
+
+def test_fifty_steps_on_real_pictures(tmp_path):
+    """Free-running in float32: the same loss, and the same accuracy on other digits."""
+    (images, classes), (test, truth) = datasets.digits.digits(24)
+    x = (images.float() - 127) / 64
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU6(),
+        nn.Conv2d(16, 16, 3, 1, 1, groups=16), nn.ReLU(),
+        nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 36, 10),
+    )  # fmt: skip
+    gf.convert(model, gf.GalerkinFilter(grid=4), example=x[:2])
+    optimizer = optimizer_of(model, torch.optim.SGD, momentum=0.9)
+    folder = exported.exported(
+        model, x[:2], classes[:2], tmp_path, exported.runtime, optimizer=optimizer, clip=2.0
+    )
+    losses = []
+    for i in range(50):
+        part = slice(28 * i, 28 * (i + 1))
+        found = folder.step(x[part], classes[part])
+        expected = in_pytorch(model, x[part], classes[part], optimizer, 2.0)["loss"]
+        losses.append((found, float(expected)))
+    found, expected = np.array(losses[-10:]).mean(0)
+    assert expected < 1  # it learns
+    assert abs(found - expected) < 0.01 * expected
+    with torch.no_grad():
+        inputs = (test.float() - 127) / 64
+        by_torch = (model.eval()(inputs).argmax(1) == truth).float().mean()
+    by_runtime = (folder.scores(inputs).argmax(1) == truth.numpy()).mean()
+    assert abs(by_runtime - float(by_torch)) <= 0.01
+
+
+def test_a_frozen_front_has_its_batch_norms_folded(tmp_path):
+    model, x, target = converted("mobilenet_v2", gf.GalerkinFilter(grid=7), last=4)
+    path = gf.export(model, x, target, tmp_path)
+    graph = onnx.load(path / "train.onnx", load_external_data=False).graph
+    constants = {i.name for i in graph.initializer}
+    front = [n for n in graph.node if n.op_type == "Conv" and n.input[1] in constants]
+    assert len(front) == 48  # of 52 convolutions
+    assert not any(n.op_type == "BatchNormalization" for n in graph.node)
+
+
+def test_an_exact_gradient_that_slips_in_is_refused(monkeypatch, tmp_path):
+    model, x, target = converted("mobilenet_v2", gf.GalerkinFilter(grid=7), last=4)
+    plain = copy.deepcopy(model)
+    gf.revert(plain)
+    methods = check.filtered(model)
+    monkeypatch.setattr(check, "filtered", lambda _: methods)
+    gf.convert(plain, gf.Exact(), last=6)
+    with pytest.raises(ValueError, match="came out exact"):
+        gf.export(plain, x, target, tmp_path)
+
+
+def test_no_convolution_backward_is_left_where_all_is_filtered():
+    model, x, target = converted("mobilenet_v2", gf.GalerkinFilter(grid=7))
+    found = trace.traced(
+        lambda x: tuple(
+            torch.autograd.grad(model(x).sum(), [p for p in model.parameters() if p.requires_grad])
+        ),
+        [x],
+    )
+    assert not any(call.target is check.BACKWARD for call in found.calls)
+
+
+def test_what_cannot_be_exported_is_told(tmp_path):
+    model, x, target = converted("mobilenet_v2", gf.GalerkinFilter(grid=7))
+    with pytest.raises(ValueError, match="SGD or AdamW"):
+        gf.export(model, x, target, tmp_path, optimizer=torch.optim.Adagrad(model.parameters()))
+    with pytest.raises(ValueError, match="int64"):
+        gf.export(model, x, target.float(), tmp_path)
+    with pytest.raises(ValueError, match="convert the model first"):
+        gf.export(networks.named("mobilenet_v2"), x, target, tmp_path)
+    groups = [{"params": [p], "lr": 0.1} for p in model.parameters()]
+    groups[0]["weight_decay"] = 0.1
+    with pytest.raises(ValueError, match="same settings"):
+        gf.export(model, x, target, tmp_path, optimizer=torch.optim.SGD(groups))
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_model_is_left_as_it_was(tmp_path):
+    model, x, target = converted("mobilenet_v2", gf.GalerkinFilter(grid=7), last=4)
+    model.train()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    modes = [m.training for m in model.modules()]
+    gf.export(model, x, target, tmp_path)
+    assert modes == [m.training for m in model.modules()]
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    model(x).sum().backward()  # and the engine still runs
+
+
+def test_the_command_writes_a_run(tmp_path):
+    photos = tiny.photographs(tmp_path / "photos")
+    options = ("--model", "mobilenet_v2", "--weights", "none", "--size", 32, "--epochs", 1)
+    more = ("--no-compare", "--no-tensorboard", "--out", tmp_path / "run", "--last", 3)
+    done = tiny.run("train", "--data", photos, *options, *more)
+    assert done.returncode == 0, done.stderr
+    done = tiny.run("export", tmp_path / "run", "--to", tmp_path / "step.onnx", "--batch", 2)
+    assert done.returncode == 0, done.stderr
+    names = {p.name for p in (tmp_path / "step").iterdir()}
+    assert {"train.onnx", "predict.onnx", "parameters.npz", "manifest.json"} <= names
+    refused = tiny.run("export", tmp_path / "none", "--to", tmp_path / "x")
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
