@@ -1,13 +1,10 @@
 """An exported step is the step that PyTorch takes, for every kind of plan."""
 
-import copy
-
 import exported
 import networks
 import numpy as np
 import pytest
 import torch
-import torchvision
 from exported import assert_close, in_pytorch, optimizer_of
 from hypothesis import HealthCheck, Phase, given, settings
 from torch import nn
@@ -37,7 +34,7 @@ def block(channels: int, out: int, stride: int, groups: int = 1, act=nn.ReLU6) -
 
 
 def small(maps: bool = False) -> nn.Sequential:
-    """Dense, depthwise, grouped, strided and 1x1 layers with batch norms; scores or maps of them."""
+    """Dense, depthwise, grouped, strided and 1x1 layers; scores, or maps of them."""
     torch.manual_seed(0)
     expand = nn.Sequential(nn.Conv2d(8, 16, 1, bias=False), networks.norm(16, "affine"), nn.ReLU())
     body = [

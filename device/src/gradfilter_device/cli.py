@@ -54,9 +54,8 @@ def predict(args: argparse.Namespace) -> None:
         x = (photos.cut(image, model.size, model.masks) - feeder.mean) / feeder.std
         scores = tester.scores(x[None].astype(model.dtype))[0]
         if model.masks:
-            print(
-                f"{path}: {save_mask(scores.argmax(0).astype(np.uint8), image.size, path, args.masks)}"
-            )
+            mask = scores.argmax(0).astype(np.uint8)
+            print(f"{path}: {save_mask(mask, image.size, path, args.masks)}", flush=True)
             continue
         shares = np.exp(scores - scores.max())
         shares /= shares.sum()
@@ -99,7 +98,8 @@ def status(args: argparse.Namespace) -> None:
     m = model.manifest
     shape = "x".join("any" if s is None else str(s) for s in m["images"])
     print(
-        f"network     {len(m['layers'])} layers, {len(m['parameters'])} trained tensors; images {shape}"
+        f"network     {len(m['layers'])} layers, {len(m['parameters'])} trained tensors, "
+        f"images {shape}"
     )
     print(f"step        {m['optimizer']['name']}; {m['task']}")
     found = checkpoint.latest(args.run or args.model / "run")
@@ -109,7 +109,8 @@ def status(args: argparse.Namespace) -> None:
     about = found[1]
     total = about["options"]["epochs"]
     print(
-        f"training    step {about['step']}, batches of {about['options']['batch']}, {total} epochs asked for"
+        f"training    step {about['step']}, batches of {about['options']['batch']}, "
+        f"{total} epochs asked for"
     )
     for row in about["rows"][-3:]:
         print(f"  epoch {row['epoch']:g}: loss {row['loss']:.3f}, accuracy {row['accuracy']:.1%}")

@@ -46,7 +46,7 @@ class Feeder:
         return self.read(order[within * size : (within + 1) * size], epoch)
 
     def read(self, places: Iterable[int], epoch: int = 0) -> Batch | None:
-        """These examples; a fixed batch is filled up with nothing, which has no part in the loss."""
+        """These examples; a fixed batch is filled up with what has no part in the loss."""
         found = [one for i in places if (one := self._one(int(i), epoch)) is not None]
         if not found:
             return None

@@ -25,7 +25,8 @@ def compare(model: Exported, threads: int = 0) -> str:
     wrong = np.abs(np.array(losses) - check["losses"]).max() / max(
         1e-6, np.abs(check["losses"]).max()
     )
-    told = f"losses {', '.join(f'{v:.6f}' for v in losses)}; PyTorch's {', '.join(f'{v:.6f}' for v in check['losses'])}"
+    own, expected = (", ".join(f"{v:.6f}" for v in values) for values in (losses, check["losses"]))
+    told = f"losses {own}; PyTorch's {expected}"
     if not wrong <= TOLERANCE:
         raise Unusable(f"this machine computes something else: {told}")
     return (

@@ -64,7 +64,7 @@ class Run:
             raise Unusable(f"this run has batches of {o.batch}; that many do not fit the limit")
         if found < o.batch:
             print(
-                f"batches of {found} instead of {o.batch}, to stay below {limit / memory.MIB:.0f} MB"
+                f"batches of {found} instead of {o.batch}, for {limit / memory.MIB:.0f} MB in all"
             )
             self.options = Options(**asdict(o) | {"batch": found})
         self.most = limit

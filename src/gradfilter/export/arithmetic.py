@@ -128,12 +128,12 @@ def to_copy(c, call, x, dtype=None, **_):
 def total(c, call, x, axes=None, keepdim=False, dtype=None):
     if dtype is not None or x.dtype == torch.bool:
         x = cast(c, x, dtype or torch.int64)
-    axes = range(len(x.shape)) if not axes else axes
+    axes = axes if axes else range(len(x.shape))
     return c.graph.sum(x, list(axes), keepdim)
 
 
 def mean(c, call, x, axes=None, keepdim=False, dtype=None):
-    axes = range(len(x.shape)) if not axes else axes
+    axes = axes if axes else range(len(x.shape))
     return c.graph.sum(x, list(axes), keepdim, kind="ReduceMean")
 
 

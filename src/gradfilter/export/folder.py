@@ -87,7 +87,6 @@ class Export:
         store = write.Constants(path / CONSTANTS)
         for name, graph in ((TRAIN, self.train), (PREDICT, self.predict)):
             write.save(graph, path / name, store)
-        store.close()
         np.savez(path / PARAMETERS, **{n: p.cpu().numpy() for n, p in self.parameters.items()})
         files = (TRAIN, PREDICT, CONSTANTS, PARAMETERS)
         about = self._about(runner) | {"files": {n: digest(path / n) for n in files}}

@@ -74,7 +74,7 @@ def _counts(conv) -> Tensor:
 
 
 def _dense(c, conv, g, x, w, need_gx, need_gw):
-    """Any layer without groups, on a small grid: W^T g, then the counts; x by the counts, then g."""
+    """Any layer without groups, on a small grid: W^T g by the counts; x by the counts, then g."""
     graph, counts = c.graph, _counts(conv).to(g.dtype)
     taps, patches, cells = counts.shape
     n, out = g.shape[:2]

@@ -64,7 +64,7 @@ def avg_pool(
         matrices = pool_matrices(size, out, kernel, stride, padding, ceil, count_pad, divisor)
         return per_axis(c, x, *matrices)
     mean = c.graph.op(
-        "AveragePool", x, kernel_shape=list(kernel), strides=list(stride), pads=[*padding, *padding],
+        "AveragePool", x, kernel_shape=list(kernel), strides=list(stride), pads=[*padding] * 2,
         count_include_pad=int(count_pad), shape=call.shape, dtype=x.dtype,
     )  # fmt: skip
     ratio = 1 if divisor is None else kernel[0] * kernel[1] / divisor

@@ -188,19 +188,18 @@ def _apart(a: Tensor, b: Tensor) -> bool:
     """Whether two parts of one memory have nothing in common."""
     if a.numel() == 0 or b.numel() == 0:
         return True
-    if a.stride() == b.stride() and a.ndim == b.ndim:
-        # slices of one tensor along one axis: equal but for that axis's size and place
-        differ = [d for d in range(a.ndim) if a.shape[d] != b.shape[d]]
-        step = abs(a.storage_offset() - b.storage_offset())
-        first = a if a.storage_offset() < b.storage_offset() else b
-        axes = differ or list(range(a.ndim))
-        if step and len(differ) <= 1:
-            return any(step == first.shape[d] * first.stride(d) or (
-                step % first.stride(d) == 0 and step // first.stride(d) >= first.shape[d]
-                and step < (first.stride(d - 1) if d else step + 1)
-            ) for d in axes if first.stride(d))  # fmt: skip
-    ends = [(t.storage_offset(), t.storage_offset() + _reach(t)) for t in (a, b)]
-    return ends[0][1] <= ends[1][0] or ends[1][1] <= ends[0][0]
+    first, second = sorted((a, b), key=Tensor.storage_offset)
+    distance = second.storage_offset() - first.storage_offset()
+    if distance >= _reach(first):
+        return True
+    if first.ndim != second.ndim or first.stride() != second.stride():
+        return False
+    # slices of one map along one axis: as far apart as the first is long, within a row of that axis
+    for d, (n, step) in enumerate(zip(first.shape, first.stride(), strict=True)):
+        row = first.stride(d - 1) if d else distance + 1
+        if n * step <= distance < row and distance % step == 0:
+            return distance // step + second.shape[d] <= row // step
+    return False
 
 
 def _reach(t: Tensor) -> int:
@@ -208,7 +207,7 @@ def _reach(t: Tensor) -> int:
 
 
 def _living(trace: Trace) -> Trace:
-    """Without the calls whose results nobody reads; notes for the others how often they are read."""
+    """Without the calls that nobody reads; notes for the others how often they are read."""
 
     def read(x):
         if isinstance(x, Result):

@@ -19,20 +19,18 @@ class Constants:
     """A file of constants that several graphs share; equal ones are stored once."""
 
     def __init__(self, path: Path):
-        self.path, self.file = path, open(path, "wb")
-        self.places: dict[bytes, int] = {}
+        self.path, self.places, self.size = path, {}, 0
+        path.write_bytes(b"")
 
     def place(self, data: bytes) -> int:
         """Where the data lies in the file."""
         key = hashlib.sha256(data).digest()
         if key not in self.places:
-            at = -(-self.file.tell() // PAGE) * PAGE  # so that it can be mapped into memory
-            self.file.write(bytes(at - self.file.tell()) + data)
-            self.places[key] = at
+            at = -(-self.size // PAGE) * PAGE  # so that it can be mapped into memory
+            with open(self.path, "ab") as file:
+                file.write(bytes(at - self.size) + data)
+            self.places[key], self.size = at, at + len(data)
         return self.places[key]
-
-    def close(self) -> None:
-        self.file.close()
 
 
 def save(graph: Graph, path: Path, store: Constants) -> None:

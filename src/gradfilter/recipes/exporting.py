@@ -18,29 +18,29 @@ RECIPE = ("lr", "warmup", "batch", "epochs", "seed")
 
 def export(out: Path, to: Path, *, which: str = "best", batch: int | None = None) -> Path:
     """Write the step of a run's plan, from the weights of a checkpoint on, to the folder `to`."""
-    trainer, found = load(out, which)
-    example = trainer.network.prepare(trainer.noise(2))
-    masks = found["task"] == "segmentation"
+    return write(load(out, which), to, batch)
+
+
+def write(trainer: Trainer, to: Path, batch: int | None = None) -> Path:
+    """Write the step of a trainer, from the weights it has now on."""
+    network, task, s = trainer.network, trainer.task, trainer.settings
+    masks = task.headline == "miou"
     shape = (2, trainer.size, trainer.size) if masks else (2,)
-    s = trainer.settings
     recipe = {name: getattr(s, name) for name in RECIPE} | ({"batch": batch} if batch else {})
     return gf.export(
         trainer.model,
-        example.contiguous(),
+        network.prepare(trainer.noise(2)).contiguous(),
         torch.zeros(shape, dtype=torch.int64),
         to,
         optimizer=trainer.optimizer,
         clip=s.clip or None,
         batch=batch,
-        runner=Runner(
-            tuple(found["mean"]), tuple(found["std"]), tuple(found["classes"]), found["ignore"],
-            recipe,
-        ),
-    )  # fmt: skip
+        runner=Runner(tuple(network.mean), tuple(network.std), task.classes, task.ignore, recipe),
+    )
 
 
-def load(out: Path, which: str) -> tuple[Trainer, dict]:
-    """A trainer with the plan and the weights of a run, and the run's checkpoint."""
+def load(out: Path, which: str) -> Trainer:
+    """A trainer with the plan and the weights of a run."""
     if not (out / recording.CONFIG).is_file():
         raise ValueError(f"{out} holds no run: there is no {recording.CONFIG} in it")
     found = checkpoint.load(out / f"{which}.pt")
@@ -58,4 +58,4 @@ def load(out: Path, which: str) -> tuple[Trainer, dict]:
     classes = tuple(found["classes"])
     trainer = Trainer(settings, found["task"], classes, ignore=found["ignore"], world=world)
     trainer.model.load_state_dict(found["model"])
-    return trainer, found
+    return trainer
