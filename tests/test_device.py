@@ -229,6 +229,12 @@ def test_mistakes_are_told_in_one_line(folder, photos, tmp_path):
     assert other.returncode == 2
 
 
+def test_the_distribution_needs_no_torch():
+    lines = (SOURCE.parent / "pyproject.toml").read_text().splitlines()
+    (needs,) = (line for line in lines if line.startswith("dependencies"))
+    assert "torch" not in needs and "onnxruntime" in needs
+
+
 def test_the_same_pictures_are_held_out_as_by_gradfilter_train(photos):
     sys.path.insert(0, str(SOURCE))
     try:

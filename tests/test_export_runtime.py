@@ -126,6 +126,17 @@ def test_what_cannot_be_exported_is_told(tmp_path):
     groups[0]["weight_decay"] = 0.1
     with pytest.raises(ValueError, match="same settings"):
         gf.export(model, x, target, tmp_path, optimizer=torch.optim.SGD(groups))
+    for method, why in {
+        gf.SubspaceIteration(rank=2): "remembers",
+        gf.Hosvd(energy=0.8): "reads a number",
+        gf.Int8(gf.Exact()): "random|no ONNX form",
+    }.items():
+        other, x, target = converted("mobilenet_v2", method, 32, last=2)
+        with pytest.raises(ValueError, match=why):
+            gf.export(other, x, target, tmp_path)
+    batched, x, target = converted("mobilenet_v2", gf.Exact(), 32, norm="batch")
+    with pytest.raises(ValueError, match="frozen"):
+        gf.export(batched.train(), x, target, tmp_path)
     assert not list(tmp_path.iterdir())
 
 

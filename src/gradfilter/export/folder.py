@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradfilter.export import Runner, recorded, write
 from gradfilter.export.align import align
@@ -167,6 +168,14 @@ def _input(graph: Graph, name: str, t: Tensor, free: bool) -> Value:
 def _check(model, example, target, clip, batch) -> None:
     if not any(hasattr(m, "gf") for m in model.modules()):
         raise ValueError("export: convert the model first; gf.Exact() leaves every gradient exact")
+    for name, m in model.named_modules():
+        if hasattr(m, "gf") and m.gf.method.stateful and m.weight.requires_grad:
+            raise ValueError(
+                f"export: layer {name!r} has {m.gf.method!r}, which remembers something from step "
+                "to step; the exported step would not"
+            )
+        if isinstance(m, _BatchNorm) and m.training:
+            raise ValueError("export: batch norm must be frozen: convert with norm='frozen'")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("export: the model has nothing to train: every parameter is frozen")
     if not isinstance(example, Tensor) or example.ndim != 4 or not len(example):

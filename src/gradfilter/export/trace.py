@@ -112,6 +112,8 @@ class Recorder(TorchDispatchMode):
             found = func.decompose(*args, **kwargs)
         if found is not NotImplemented:
             return found
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise ValueError(f"export: the step draws random numbers ({func})")
         known = tree_map(self.value, (args, kwargs))
         found = func(*args, **kwargs)
         if func is aten._local_scalar_dense.default and isinstance(known[0][0], Result):
