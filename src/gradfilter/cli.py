@@ -254,6 +254,13 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Tells the default of an option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 def parser() -> Parser:
     top = Parser("gradfilter", description="Train convolutional networks on small devices.")
     top.add_argument(
@@ -265,7 +272,7 @@ def parser() -> Parser:
             name,
             help=run.__doc__,
             description=run.__doc__,
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            formatter_class=Help,
         )
         arguments(command)
         command.set_defaults(run=run)

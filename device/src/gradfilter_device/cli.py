@@ -130,9 +130,8 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=__version__)
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (run, arguments) in COMMANDS.items():
-        form = argparse.ArgumentDefaultsHelpFormatter
         command = commands.add_parser(
-            name, help=run.__doc__, description=run.__doc__, formatter_class=form
+            name, help=run.__doc__, description=run.__doc__, formatter_class=Help
         )
         arguments(command)
         add = command.add_argument
@@ -208,6 +207,14 @@ def whole(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(text)
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Tells the default of an option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        told = action.default is None or "default:" in (action.help or "")
+        return action.help if told else super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):
