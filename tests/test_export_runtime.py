@@ -14,7 +14,7 @@ from torch import nn
 
 import gradfilter as gf
 from gradfilter.export import check, trace
-from gradfilter.recipes import datasets
+from gradfilter.recipes import datasets, models
 
 
 def converted(name: str, what, size: int = 64, dtype=torch.float32, **options):
@@ -44,6 +44,22 @@ def test_a_real_network_in_float64(tmp_path):
 @pytest.mark.parametrize("name", ["mobilenet_v2", "resnet18", "tf_efficientnet_lite0"])
 def test_real_networks_in_onnx_runtime(name, what, tmp_path):
     model, x, target = converted(name, what, last=6)
+    optimizer = optimizer_of(model, torch.optim.SGD, momentum=0.9)
+    folder = exported.exported(model, x, target, tmp_path, exported.runtime, optimizer=optimizer)
+    loss = folder.step(x, target)
+    expected = in_pytorch(model, x, target, optimizer)
+    assert_close(folder.values | {"loss": np.array(loss, np.float32)}, expected, 2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fcn-mobilenet_v2", "pspnet-resnet18", "unet-mobilenet_v2"])
+def test_segmentation_networks_in_onnx_runtime(name, tmp_path):
+    torch.manual_seed(0)
+    model = models.build(name, 5, task="segmentation", weights="none", size=64).model
+    layers = [m for m in model.modules() if isinstance(m, nn.Conv2d)]
+    layers[-1].reset_parameters()  # it starts at 0, which hands back no gradient
+    x, target = torch.randn(2, 3, 64, 64), torch.randint(5, (2, 64, 64))
+    gf.convert(model, gf.GalerkinFilter(patch=2), example=x, last=8)
     optimizer = optimizer_of(model, torch.optim.SGD, momentum=0.9)
     folder = exported.exported(model, x, target, tmp_path, exported.runtime, optimizer=optimizer)
     loss = folder.step(x, target)

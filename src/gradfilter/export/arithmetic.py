@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -141,6 +143,18 @@ def largest(c, call, x, axes=(), keepdim=False):
     return c.graph.sum(x, list(axes) or range(len(x.shape)), keepdim, kind="ReduceMax")
 
 
+def var_mean(c, call, x, axes, correction=1, keepdim=False):
+    """Variance and mean over axes of known size."""
+    graph, axes = c.graph, list(axes)
+    centre = graph.sum(x, axes, True, kind="ReduceMean")
+    off = joined(c, "Sub", x, centre)
+    var = graph.sum(joined(c, "Mul", off, off), axes, keepdim, kind="ReduceMean")
+    count = math.prod(x.shape[d] for d in axes)
+    if correction:
+        var = joined(c, "Mul", var, count / (count - correction))
+    return var, centre if keepdim else graph.reshape(centre, var.shape)
+
+
 def filled(value):
     def body(c, call, *args, **_):
         given = args[1] if value is None else value
@@ -238,6 +252,7 @@ OPERATORS = {
     "_to_copy": to_copy,
     "sum": total,
     "mean": mean,
+    "var_mean": var_mean,
     "amax": largest,
     "full": filled(None),
     "full_like": filled(None),

@@ -23,6 +23,8 @@ from gradfilter.export import recorded
 from gradfilter.region import engine
 
 aten = torch.ops.aten
+# PyTorch would write these with indices, for which there are matrices here
+WHOLE = {aten.upsample_nearest2d.default, aten.upsample_bilinear2d.default}
 SAME = {aten.clone.default, aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 RESHAPES = {
     aten._unsafe_view.default: aten.view.default,
@@ -108,10 +110,11 @@ class Recorder(TorchDispatchMode):
         if func in decompositions():
             with self:
                 return decompositions()[func](*args, **kwargs)
-        with self:  # what is made of other operators is seen as those
-            found = func.decompose(*args, **kwargs)
-        if found is not NotImplemented:
-            return found
+        if func not in WHOLE:
+            with self:  # what is made of other operators is seen as those
+                found = func.decompose(*args, **kwargs)
+            if found is not NotImplemented:
+                return found
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise ValueError(f"export: the step draws random numbers ({func})")
         known = tree_map(self.value, (args, kwargs))
@@ -233,6 +236,7 @@ def decompositions() -> dict:
         "hardsigmoid_backward", "hardswish", "hardswish_backward", "leaky_relu",
         "leaky_relu_backward", "mish", "mish_backward", "sigmoid_backward", "silu",
         "silu_backward", "softplus", "softplus_backward", "tanh_backward", "linalg_vecdot",
-        "_softmax_backward_data", "slice_backward", "select_backward",
+        "_softmax_backward_data", "slice_backward", "select_backward", "native_layer_norm",
+        "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward",
     ]  # fmt: skip
     return get_decompositions([getattr(aten, name) for name in names])
