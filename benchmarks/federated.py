@@ -170,6 +170,7 @@ def work(jobs, args: argparse.Namespace) -> None:
     """Take rows from a queue until it is empty or the time is up."""
     import torch
 
+    multiprocessing.set_start_method("fork", force=True)  # loaders would be spawned as we were
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark = True
     torch.set_num_threads(args.threads)

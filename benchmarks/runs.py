@@ -155,6 +155,7 @@ def run_all(runs: list[Run], args: argparse.Namespace) -> None:
 
 def _work(queue, args: argparse.Namespace) -> None:
     """Take runs from a queue until it is empty or the time is up."""
+    multiprocessing.set_start_method("fork", force=True)  # loaders would be spawned as we were
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark = True
     torch.set_num_threads(args.threads)
