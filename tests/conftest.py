@@ -1,4 +1,4 @@
-"""Fixtures of the training suites."""
+"""Fixtures that several suites use."""
 
 import pytest
 import torch
@@ -31,3 +31,12 @@ def scenes(tmp_path_factory):
     import tiny
 
     return tiny.scenes(tmp_path_factory.mktemp("scenes") / "scenes")
+
+
+@pytest.fixture
+def quick_stopwatch(monkeypatch):
+    """A full collection looks at all that the suite has imported."""
+    from gradfilter import stopwatch
+
+    monkeypatch.setattr(stopwatch.gc, "collect", lambda: 0)
+    monkeypatch.setattr(stopwatch, "TURNS", 1)
