@@ -40,3 +40,14 @@ def quick_stopwatch(monkeypatch):
 
     monkeypatch.setattr(stopwatch.gc, "collect", lambda: 0)
     monkeypatch.setattr(stopwatch, "TURNS", 1)
+
+
+@pytest.fixture
+def fresh_clients(monkeypatch):
+    """No network or data of another federated run; nothing is drawn."""
+    from gradfilter.federated import client
+    from gradfilter.federated.folder import Folder
+
+    for cached in (client._trainer, client.opened):
+        cached.cache_clear()
+    monkeypatch.setattr(Folder, "draw", lambda *_: None)

@@ -16,19 +16,11 @@ import tiny  # noqa: E402
 
 from gradfilter import cli  # noqa: E402
 from gradfilter.federated import client, flower, launch, settings  # noqa: E402
-from gradfilter.federated.folder import Folder  # noqa: E402
 from gradfilter.recipes.trainer import Trainer  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("tiny_networks")
+pytestmark = pytest.mark.usefixtures("tiny_networks", "fresh_clients")
 
 QUICK = ["--simulate", 2, "--in-process", "--model", "tiny", "--batch", 6, "--rounds", 2]
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    for cached in (client._trainer, client.opened):
-        cached.cache_clear()
-    monkeypatch.setattr(Folder, "draw", lambda *_: None)
 
 
 def gradfilter(*arguments) -> int:
