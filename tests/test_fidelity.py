@@ -7,10 +7,11 @@ import math
 import pytest
 import torch
 from cases import METHODS, small_cnn
+from commands import gradfilter, mistake
 from torch import nn
 
 import gradfilter as gf
-from gradfilter import cli, trial
+from gradfilter import trial
 from gradfilter.fidelity import Match, Sums, Trend, dc_share
 
 EQUAL = Match(1.0, math.inf, 1.0)
@@ -312,17 +313,13 @@ def test_table_dictionary_and_plot(tmp_path):
     assert (tmp_path / "fidelity.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def command(*words) -> int:
-    return cli.main(["fidelity", *map(str, words)])
-
-
 @pytest.mark.parametrize("kind", ["photos", "scenes"])
 def test_the_command(kind, request, tiny_networks, tmp_path, capsys):
     pytest.importorskip("torchvision")
     data = request.getfixturevalue(kind)
     words = ("--patch", 3, "--weights", "none", "--batch", 4, "--out", tmp_path)
     model = "squeezenet1_1" if kind == "photos" else "unet-resnet18"  # stands for the tiny one
-    assert command(model, "--data", data, *words) == 0
+    assert gradfilter("fidelity", model, "--data", data, *words) == 0
     told = capsys.readouterr().out
     assert "4 pictures, loss" in told and "SNR of weight gradients" in told
     saved = json.loads((tmp_path / "fidelity.json").read_text())
@@ -344,6 +341,4 @@ def test_the_command_refuses_in_one_line(photos, tmp_path, capsys):
         (("alexnet", "--data", tmp_path, "--weights", "none"), f"{tmp_path}: needs two folders"),
         (("alexnet", "--data", photos, "--weights", "none", "--size", 16), "16x16 images: "),
     ):
-        assert command(*words) == 2
-        error = capsys.readouterr().err
-        assert told in error and error.count("\n") == 1
+        assert told in mistake(capsys, "fidelity", *words)
