@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import METHODS, small_cnn
+from cases import METHODS, Fork, small_cnn
 from counted import batch, row
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -124,15 +124,6 @@ def test_all_kept_bytes_are_what_autograd_saves():
 
 
 def test_an_input_two_layers_share_counts_once():
-    class Fork(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.stem, self.a, self.b = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1), nn.Conv2d(4, 2, 1)
-
-        def forward(self, x):
-            x = self.stem(x)
-            return self.a(x) + self.b(x)
-
     model = Fork()
     gf.convert(model, gf.Exact())
     kept = {r.name: r.kept_bytes for r in gf.cost(model, batch()).layers}

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from cases import METHODS, small_cnn
+from cases import METHODS, Fork, small_cnn
 from commands import gradfilter, mistake
 from torch import nn
 
@@ -146,16 +146,12 @@ def test_a_pointwise_layer_by_patch_means_in_a_loop(method, engine):
 def test_only_what_a_layer_hands_back_itself_counts():
     """x is read twice: the gradient of the branch that is exact has no error of the other."""
 
-    class Fork(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.stem, self.a, self.b = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1), nn.Conv2d(4, 2, 1)
-
+    class Bent(Fork):
         def forward(self, x):
             x = self.stem(x)
             return self.a(x).relu() + self.b(input=x).relu()
 
-    model, x = Fork(), images()
+    model, x = Bent(), images()
     gf.convert(model, {"a": gf.GradientFilter(patch=3)})
     found = gf.fidelity(model, x, lambda y: y.square().mean())
     assert found.layer("b").input == found.layer("b").weight == EQUAL

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import METHODS, small_cnn
+from cases import METHODS, Fork, small_cnn
 from profiled import images, rows, two_convolutions
 from torch import nn
 
@@ -17,16 +17,6 @@ from gradfilter.demo import kept_bytes
 from gradfilter.profiler import EXACT, INFERENCE, PLAN
 
 pytestmark = pytest.mark.usefixtures("quick_stopwatch")
-
-
-class Fork(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem, self.a, self.b = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1), nn.Conv2d(4, 2, 1)
-
-    def forward(self, x):
-        x = self.stem(x)
-        return self.a(x) + self.b(x)
 
 
 def test_kept_bytes_of_the_layer_level_by_hand():
