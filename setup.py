@@ -14,7 +14,7 @@ setup(
             "gradfilter.kernels._cpu",
             [str(source)],
             define_macros=[("SOURCE_HASH", f'"{source_hash}"')],
-            # As FLAGS in kernels/cpu.py.
+            # As FLAGS in kernels/cpu_library.py.
             extra_compile_args=[
                 "-O3",
                 "-std=gnu11",

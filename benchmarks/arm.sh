@@ -3,12 +3,12 @@
 #
 #   benchmarks/arm.sh [PYTHON] [FOLDER]
 #
-# PYTHON has gradfilter[export] (default: python3), FOLDER keeps the userland (default: a new one in
-# /tmp). Needs Debian's qemu-user-static and debootstrap, and root to install them and to debootstrap.
+# PYTHON has gradfilter[export] (default: python3), FOLDER keeps the userland (default: a new
+# one). Needs Debian's qemu-user-static and debootstrap, and root to install them and to debootstrap.
 set -euo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
 python=${1:-python3}
-folder=${2:-$(mktemp -d /tmp/arm64.XXXXXX)}
+folder=${2:-$(mktemp -d)}
 root=$folder/root
 # The wheels of ONNX Runtime after 1.20 crash on import under the emulator of Debian 12 (7.2).
 runtime=onnxruntime==1.20.1

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradfilter import kernels
-from gradfilter.kernels import cpu
+from gradfilter.kernels import cpu_library
 
 Case = tuple[str, Callable[[], object], Callable[[], object]]  # name, PyTorch, kernel
 GRID = 7
@@ -138,7 +138,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(kernels.status())
     if options.isa:
-        cpu.library().handle.gf_select(options.isa.encode())
+        cpu_library.library().handle.gf_select(options.isa.encode())
     groups = [mean_cases, epilogue_cases, depthwise_cases, grid_cases, pool_cases]
     print(f"{'kernel vs PyTorch':<75} {'PyTorch ms':>10} {'kernel ms':>10} {'ratio':>6}")
     for name, pytorch, kernel in (case for group in groups for case in group(options.batch)):

@@ -143,3 +143,15 @@ def small_cnn(dtype=torch.float32) -> nn.Sequential:
         nn.ReLU(),
         nn.Linear(10, 5),
     ).to(dtype)
+
+
+class Fork(nn.Module):
+    """Two layers that read the same map; input [N, 3, H, W]."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.a, self.b = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.a(x) + self.b(x)

@@ -1,4 +1,4 @@
-"""Fixtures of the training suites."""
+"""Fixtures that several suites use."""
 
 import pytest
 import torch
@@ -31,3 +31,23 @@ def scenes(tmp_path_factory):
     import tiny
 
     return tiny.scenes(tmp_path_factory.mktemp("scenes") / "scenes")
+
+
+@pytest.fixture
+def quick_stopwatch(monkeypatch):
+    """A full collection looks at all that the suite has imported."""
+    from gradfilter import stopwatch
+
+    monkeypatch.setattr(stopwatch.gc, "collect", lambda: 0)
+    monkeypatch.setattr(stopwatch, "TURNS", 1)
+
+
+@pytest.fixture
+def fresh_clients(monkeypatch):
+    """No network or data of another federated run; nothing is drawn."""
+    from gradfilter.federated import client
+    from gradfilter.federated.folder import Folder
+
+    for cached in (client._trainer, client.opened):
+        cached.cache_clear()
+    monkeypatch.setattr(Folder, "draw", lambda *_: None)

@@ -14,22 +14,15 @@ pytest.importorskip("torchvision")
 pytest.importorskip("rich")
 
 import tiny  # noqa: E402
+from commands import gradfilter, mistake  # noqa: E402
 
 import gradfilter as gf  # noqa: E402
-from gradfilter import cli  # noqa: E402
 from gradfilter.recipes import comparing, models, recording, training  # noqa: E402
 from gradfilter.recipes.trainer import Trainer  # noqa: E402
 
 RUNS = 8  # of QUICK: two methods, two depths, two seeds
 QUICK = ["--model", "still", "--batch", 6, "--epochs", 2, "--lr", 1, "--no-tensorboard"]
 QUICK += ["--methods", "exact", "galerkin:patch=2", "--last", 2, "all", "--seeds", 0, 1]
-
-
-def gradfilter(*arguments) -> int:
-    try:
-        return cli.main([str(a) for a in arguments])
-    except SystemExit as end:  # argparse's own way
-        return end.code
 
 
 def compare(photos, out, *arguments) -> int:
@@ -216,9 +209,7 @@ def test_mistakes_get_one_line_and_exit_code_2(asked, says, photos, tmp_path, mo
     places = {"photos": photos, "empty": tmp_path / "empty", "config": tmp_path / "c.yaml"}
     places["empty"].mkdir()
     places["config"].write_text("method: exact\n")
-    assert gradfilter("compare", *asked.format(**places).split()) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and err.startswith("gradfilter compare: "), err
+    err = mistake(capsys, "compare", *asked.format(**places).split())
     assert says.format(**places) in err
     assert not (tmp_path / "comparison").exists()
 

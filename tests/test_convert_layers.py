@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from test_convert import (
+from converted import (
     FILTER,
     PATCH1,
     assert_equal_gradients,

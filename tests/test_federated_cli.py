@@ -13,29 +13,14 @@ pytest.importorskip("flwr")
 pytest.importorskip("torchvision")
 
 import tiny  # noqa: E402
+from commands import gradfilter, mistake  # noqa: E402
 
-from gradfilter import cli  # noqa: E402
 from gradfilter.federated import client, flower, launch, settings  # noqa: E402
-from gradfilter.federated.folder import Folder  # noqa: E402
 from gradfilter.recipes.trainer import Trainer  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("tiny_networks")
+pytestmark = pytest.mark.usefixtures("tiny_networks", "fresh_clients")
 
 QUICK = ["--simulate", 2, "--in-process", "--model", "tiny", "--batch", 6, "--rounds", 2]
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    for cached in (client._trainer, client.opened):
-        cached.cache_clear()
-    monkeypatch.setattr(Folder, "draw", lambda *_: None)
-
-
-def gradfilter(*arguments) -> int:
-    try:
-        return cli.main([str(a) for a in arguments])
-    except SystemExit as end:
-        return end.code
 
 
 def federate(*arguments) -> int:
@@ -141,10 +126,7 @@ MISTAKES = [
 @pytest.mark.parametrize("asked, says", MISTAKES)
 def test_mistakes_get_one_line_and_exit_code_2(asked, says, photos, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    code = gradfilter(*asked.format(photos=photos).split())
-    err = capsys.readouterr().err
-    assert code == 2
-    assert err.count("\n") == 1 and err.startswith("gradfilter federate") and says in err, err
+    assert says in mistake(capsys, *asked.format(photos=photos).split())
     assert not list(tmp_path.rglob("last.pt"))
 
 

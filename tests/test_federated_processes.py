@@ -3,7 +3,6 @@
 A program of Flower's loads torch for every message, so these tests are few and slow.
 """
 
-import csv
 import json
 import os
 import signal
@@ -19,6 +18,7 @@ pytest.importorskip("flwr")
 pytest.importorskip("torchvision")
 
 import tiny  # noqa: E402
+from rounds import rows  # noqa: E402
 
 from gradfilter.federated import flower, keys  # noqa: E402
 
@@ -94,11 +94,6 @@ def programs(tmp_path):
 @pytest.fixture
 def pictures(tmp_path):
     return tiny.photographs(tmp_path / "photos", each=6, size=32)
-
-
-def rows(out: Path, name: str = "clients.csv") -> list[dict]:
-    with open(out / name, newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def left_over(out: Path) -> list[str]:

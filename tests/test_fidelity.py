@@ -6,11 +6,12 @@ import math
 
 import pytest
 import torch
-from cases import METHODS, small_cnn
+from cases import METHODS, Fork, small_cnn
+from commands import gradfilter, mistake
 from torch import nn
 
 import gradfilter as gf
-from gradfilter import cli, trial
+from gradfilter import trial
 from gradfilter.fidelity import Match, Sums, Trend, dc_share
 
 EQUAL = Match(1.0, math.inf, 1.0)
@@ -145,16 +146,12 @@ def test_a_pointwise_layer_by_patch_means_in_a_loop(method, engine):
 def test_only_what_a_layer_hands_back_itself_counts():
     """x is read twice: the gradient of the branch that is exact has no error of the other."""
 
-    class Fork(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.stem, self.a, self.b = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1), nn.Conv2d(4, 2, 1)
-
+    class Bent(Fork):
         def forward(self, x):
             x = self.stem(x)
             return self.a(x).relu() + self.b(input=x).relu()
 
-    model, x = Fork(), images()
+    model, x = Bent(), images()
     gf.convert(model, {"a": gf.GradientFilter(patch=3)})
     found = gf.fidelity(model, x, lambda y: y.square().mean())
     assert found.layer("b").input == found.layer("b").weight == EQUAL
@@ -312,17 +309,13 @@ def test_table_dictionary_and_plot(tmp_path):
     assert (tmp_path / "fidelity.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def command(*words) -> int:
-    return cli.main(["fidelity", *map(str, words)])
-
-
 @pytest.mark.parametrize("kind", ["photos", "scenes"])
 def test_the_command(kind, request, tiny_networks, tmp_path, capsys):
     pytest.importorskip("torchvision")
     data = request.getfixturevalue(kind)
     words = ("--patch", 3, "--weights", "none", "--batch", 4, "--out", tmp_path)
     model = "squeezenet1_1" if kind == "photos" else "unet-resnet18"  # stands for the tiny one
-    assert command(model, "--data", data, *words) == 0
+    assert gradfilter("fidelity", model, "--data", data, *words) == 0
     told = capsys.readouterr().out
     assert "4 pictures, loss" in told and "SNR of weight gradients" in told
     saved = json.loads((tmp_path / "fidelity.json").read_text())
@@ -344,6 +337,4 @@ def test_the_command_refuses_in_one_line(photos, tmp_path, capsys):
         (("alexnet", "--data", tmp_path, "--weights", "none"), f"{tmp_path}: needs two folders"),
         (("alexnet", "--data", photos, "--weights", "none", "--size", 16), "16x16 images: "),
     ):
-        assert command(*words) == 2
-        error = capsys.readouterr().err
-        assert told in error and error.count("\n") == 1
+        assert told in mistake(capsys, "fidelity", *words)

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradfilter.kernels import cpu, eager
+from gradfilter.kernels import cpu, cpu_library, eager
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ACTS = [*eager.ACTIVATIONS, ("leaky_relu", 0.2), ("elu", 0.5)]
@@ -214,9 +214,9 @@ def test_max_pool_routes_the_gradient_as_autograd(shape, pool, act):
 
 def backends() -> list[str]:
     """Every instruction set of the C library that this machine has, and Triton if it can run."""
-    library = cpu.library()
+    library = cpu_library.library()
     found = []
-    if not isinstance(library, cpu.Unavailable):
+    if not isinstance(library, cpu_library.Unavailable):
         names = (b"sse2", b"avx2", b"avx512", b"plain")
         found = [name.decode() for name in names if library.handle.gf_select(name)]
         library.handle.gf_select(None)
@@ -232,9 +232,9 @@ def backend(request):
 
         yield module, "cuda" if torch.cuda.is_available() else "cpu"
     else:
-        cpu.library().handle.gf_select(request.param.encode())
+        cpu_library.library().handle.gf_select(request.param.encode())
         yield cpu, "cpu"
-        cpu.library().handle.gf_select(None)
+        cpu_library.library().handle.gf_select(None)
     torch.use_deterministic_algorithms(False)
 
 
@@ -326,7 +326,9 @@ PADS = st.tuples(*[st.integers(0, 4)] * 4)
 DRAWN_CONVS = st.tuples(st.tuples(st.integers(1, 6), st.integers(1, 6)), SMALL, PADS, SMALL)
 
 
-@pytest.mark.skipif(isinstance(cpu.library(), cpu.Unavailable), reason="no C library")
+@pytest.mark.skipif(
+    isinstance(cpu_library.library(), cpu_library.Unavailable), reason="no C library"
+)
 @settings(max_examples=150, deadline=None)
 @given(st.tuples(*SIZES, PATCHES), DRAWN_CONVS, PATCHES, st.sampled_from(ACTS))
 def test_c_agrees_with_eager_on_any_layer(shape, conv, side_out, act):

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from gradfilter import kernels
-from gradfilter.kernels import cpu, eager
+from gradfilter.kernels import cpu, cpu_library, eager
 
-BUILT = not isinstance(cpu.library(), cpu.Unavailable)
+BUILT = not isinstance(cpu_library.library(), cpu_library.Unavailable)
 
 
 def some_map(*shape: int) -> Tensor:
@@ -26,21 +26,21 @@ def test_c_has_every_activation():
 
 
 def test_both_builds_use_the_same_flags():
-    setup = (cpu.SOURCE.parents[3] / "setup.py").read_text()
-    assert all(f'"{flag}"' in setup for flag in cpu.FLAGS)
+    setup = (cpu_library.SOURCE.parents[3] / "setup.py").read_text()
+    assert all(f'"{flag}"' in setup for flag in cpu_library.FLAGS)
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 @pytest.mark.slow
 def test_the_library_compiles_from_a_plain_source_tree(tmp_path):
-    cpu.compile_into(tmp_path / "here" / "cpu.so", "hash")
-    assert cpu._open(tmp_path / "here" / "cpu.so").gf_source() == b"hash"
+    cpu_library.compile_into(tmp_path / "here" / "cpu.so", "hash")
+    assert cpu_library._open(tmp_path / "here" / "cpu.so").gf_source() == b"hash"
 
 
 def test_without_a_compiler_the_reason_is_given(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(cpu.Unavailable, match="no C compiler"):
-        cpu.compile_into(tmp_path / "cpu.so", "hash")
+    with pytest.raises(cpu_library.Unavailable, match="no C compiler"):
+        cpu_library.compile_into(tmp_path / "cpu.so", "hash")
 
 
 @pytest.mark.skipif(not BUILT, reason="no C library")
@@ -86,7 +86,7 @@ def test_wrong_arguments_do_not_reach_c():
 
 
 def test_a_missing_library_is_reported_once(monkeypatch):
-    monkeypatch.setattr(cpu, "library", lambda: cpu.Unavailable("no compiler"))
+    monkeypatch.setattr(cpu_library, "library", lambda: cpu_library.Unavailable("no compiler"))
     kernels._cpu.cache_clear()
     x = some_map(1, 2, 4, 4)
     with pytest.warns(RuntimeWarning, match="no compiler"):
@@ -124,7 +124,7 @@ def test_c_tests_itself(target, tmp_path):
     for tool in [compiler, *emulator]:
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} is not installed")
-    flags = [*cpu.FLAGS, "-O1", "-Wall", "-Wextra", "-Werror", "-DSELF_TEST"]
-    run(compiler, *flags, str(cpu.SOURCE), "-o", str(tmp_path / "test"), "-lm")
+    flags = [*cpu_library.FLAGS, "-O1", "-Wall", "-Wextra", "-Werror", "-DSELF_TEST"]
+    run(compiler, *flags, str(cpu_library.SOURCE), "-o", str(tmp_path / "test"), "-lm")
     library_path = ["-L", f"/usr/{target}-linux-gnu"] if emulator else []
     assert "0 mismatches" in run(*emulator, *library_path, str(tmp_path / "test"))

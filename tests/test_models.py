@@ -13,7 +13,7 @@ timm = pytest.importorskip("timm")
 smp = pytest.importorskip("segmentation_models_pytorch")
 
 import gradfilter as gf  # noqa: E402
-from gradfilter.recipes import models, segmenters  # noqa: E402
+from gradfilter.recipes import lite0, models, segmenters  # noqa: E402
 
 SMALL = "mobilenet_v3_small"
 SEGMENTERS = [
@@ -147,7 +147,7 @@ def test_lite0_needs_no_download_and_takes_its_published_file():
     file = models.build("tf_efficientnet_lite0", 1000, weights=path)
     assert same(library.model.state_dict(), file.model.state_dict()) == []
     x = noise(1, 3, 32, 32)
-    assert torch.equal(library.prepare(x), models.lite0_input(x))
+    assert torch.equal(library.prepare(x), lite0.lite0_input(x))
 
 
 class Runs:

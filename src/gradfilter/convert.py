@@ -6,30 +6,24 @@ layer changes, to a subclass of its own class with another forward.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import cache
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
 
 from gradfilter import autograd
-from gradfilter.geometry import Geometry, geometry, read_by_parent
-from gradfilter.layers import ConvOp, LinearOp
-from gradfilter.methods import Exact, Method
+from gradfilter.assign import Spec, entries_of, is_trained, layers_of, modules_before
+from gradfilter.geometry import Geometry
+from gradfilter.layers import ConvOp
+from gradfilter.methods import Method
 from gradfilter.order import Calls, execution_order, first_calls
-from gradfilter.plan import FROZEN, Entry, Plan
+from gradfilter.plan import Plan
 from gradfilter.region.engine import Engine, Program, unsuitable
 from gradfilter.region.engine import Engined as EngineForward
 from gradfilter.region.grid import takes
-
-Spec = Method | Mapping[str, Method | str] | Plan
-Layers = dict[str, tuple[nn.Module, Geometry | str]]
-Order = dict[nn.Module, int]
 
 PARTS_DEPTH = 4  # how deep to look for parts that can be traced
 
@@ -50,34 +44,29 @@ def convert(
 
     Converting again replaces the earlier plan, which is taken off first.
     """
-    _check(model, what, last, norm)
-    if engine not in ("auto", "layer"):
-        raise ValueError(f"convert: engine must be 'auto' or 'layer', got {engine!r}")
+    _check(model, what, last, norm, engine)
     revert(model)
     order = None if example is None else execution_order(model, example)
-    layers = _layers(model, order)
-    entries, chosen, frozen = _entries(layers, what)
+    layers = layers_of(model, order)
+    entries, chosen, frozen = entries_of(layers, what)
     front = list(what.front) if isinstance(what, Plan) else []
     if last is not None:
         if last > len(chosen):
             raise ValueError(f"convert: last={last}, but the model has {len(chosen)} such layers")
-        front = _front(model, layers[chosen[-last]][0], order)
+        front = modules_before(model, layers[chosen[-last]][0], order)
     for name in front:
         _freeze(model.get_submodule(name))
     for name, (module, shape) in layers.items():
         if name in frozen:
             for part in module.modules():
                 _freeze(part)
-        entries[name] = replace(entries[name], trained=_trained(module))
+        entries[name] = replace(entries[name], trained=is_trained(module))
         # frozen layers are swapped too: plain PyTorch keeps the input of a frozen convolution
         if isinstance(shape, Geometry):
             _swap(module, Converted)
             module.gf = Layer(shape, entries[name].method)
     if norm == "frozen":
-        for module in model.modules():
-            if isinstance(module, _BatchNorm) and module.running_mean is not None:
-                _swap(module, FrozenNorm)
-                module.train(module.training)
+        _freeze_norms(model)
     if example is not None:
         where = engage(model, example, fused=engine == "auto")
         for name, (module, _) in layers.items():
@@ -154,9 +143,7 @@ class Converted(Swapped):
         single = input.ndim == (3 if isinstance(self.gf.shape.op, ConvOp) else 1)
         x, op = self.gf.shape(input[None] if single else input)
         if self.gf.method.stateful:
-            y, kept = autograd.apply(
-                op, self.gf.method, x, self.weight, self.bias, self.gf.start()
-            )
+            y, kept = autograd.apply(op, self.gf.method, x, self.weight, self.bias, self.gf.start())
             self.gf.remember(kept)
         else:
             y, _ = autograd.apply(op, self.gf.method, x, self.weight, self.bias)
@@ -240,13 +227,15 @@ def _swap(module: nn.Module, mixin: type) -> None:
     module.__class__ = _swapped_class(type(module), mixin)
 
 
-def _check(model: nn.Module, what: Spec, last: int | None, norm: str) -> None:
+def _check(model: nn.Module, what: Spec, last: int | None, norm: str, engine: str) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert: model must be an nn.Module, got {type(model).__name__}")
     if not isinstance(what, Method | Mapping):
         raise TypeError(f"convert: give a method, a mapping of patterns or a Plan, got {what!r}")
     if norm not in ("frozen", "batch"):
         raise ValueError(f"convert: norm must be 'frozen' or 'batch', got {norm!r}")
+    if engine not in ("auto", "layer"):
+        raise ValueError(f"convert: engine must be 'auto' or 'layer', got {engine!r}")
     if last is not None and (not isinstance(last, int) or last < 1):
         raise ValueError(f"convert: last must be a whole number >= 1, got {last!r}")
     for name, module in model.named_modules():
@@ -260,114 +249,12 @@ def _check(model: nn.Module, what: Spec, last: int | None, norm: str) -> None:
             )
 
 
-def _layers(model: nn.Module, order: Order | None) -> Layers:
-    """The convolutions and Linear layers in the order they are counted, with their geometry."""
-    read = {
-        parent._modules[child]: f"{type(parent).__name__} reads its weight without calling it"
-        for parent in model.modules()
-        for child in read_by_parent(parent)
-    }
-    found = {}
-    for name, module in model.named_modules():
-        if not isinstance(module, _ConvNd | nn.Linear):
-            continue
-        called = module not in read if order is None else module in order
-        shape = geometry(module) if called else read.get(module, "the example does not reach it")
-        found[name] = module, shape
-    if order is None:
-        return found
-    return dict(sorted(found.items(), key=lambda item: order.get(item[1][0], -1)))
-
-
-def _entries(layers: Layers, what: Spec) -> tuple[dict[str, Entry], list[str], list[str]]:
-    """The entry of every layer; which layers got the method asked for; which are to be frozen."""
-    if isinstance(what, Plan):
-        return _replay(layers, what)
-    if isinstance(what, Mapping):
-        return _match(layers, what)
-    entries = {name: _entry(*layer, what) for name, layer in layers.items()}
-    entries |= _exact_head(entries)
-    chosen = [name for name, e in entries.items() if not e.reason]
-    if not chosen:
-        reasons = sorted({e.reason for e in entries.values()})
-        why = f" ({'; '.join(reasons[:3])})" if reasons else ""
-        kind = type(what).__name__
-        raise ValueError(f"convert: this model has no layer that {kind} can take{why}")
-    return entries, chosen, []
-
-
-def _exact_head(entries: dict[str, Entry]) -> dict[str, Entry]:
-    """A Linear layer that ends the network is small, new in most fine-tuning, and stays exact."""
-    *others, (name, e) = entries.items() or [("", None)]
-    if not others or e.kind != LinearOp.kind or e.reason:
-        return {}
-    return {name: replace(e, method=Exact(), reason="the output layer stays exact")}
-
-
-def _replay(layers: Layers, plan: Plan) -> tuple[dict[str, Entry], list[str], list[str]]:
-    """Entries from the plan of an earlier conversion."""
-    unknown = [name for name in plan if name not in layers]
-    if unknown:
-        raise ValueError(f"convert: the plan is of another model: no layer {unknown[0]!r}")
-    entries = {name: _entry(*layers[name], None) for name in (*plan, *layers)}
-    frozen = [name for name in plan.frozen if entries[name].trained]
-    for name, e in plan.items():
-        if e.reason:
-            entries[name] = replace(entries[name], reason=entries[name].reason or e.reason)
-        else:
-            entries[name] = _entry(*layers[name], e.method, name)
-    return entries, list(plan.converted), frozen
-
-
-def _match(
-    layers: Layers, what: Mapping[str, Method | str]
-) -> tuple[dict[str, Entry], list[str], list[str]]:
-    """Entries from name patterns; a layer asked for by its full name must take its method."""
-    asked: dict[str, Method | str] = {}
-    for pattern, method in what.items():
-        if not isinstance(method, Method) and method != FROZEN:
-            raise TypeError(f"convert: {pattern!r} must be a method or 'frozen', got {method!r}")
-        names = [name for name in layers if name == pattern or fnmatchcase(name, pattern)]
-        if not names:
-            near = difflib.get_close_matches(pattern, layers, n=3, cutoff=0.4)
-            hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
-            raise ValueError(f"convert: {pattern!r} matches no convolution or Linear layer{hint}")
-        asked |= dict.fromkeys(names, method)
-    frozen = [name for name, method in asked.items() if method == FROZEN]
-    entries = {}
-    for name, layer in layers.items():
-        method = None if name in frozen else asked.get(name)
-        entries[name] = _entry(*layer, method, name if method and name in what else None)
-    chosen = [n for n in layers if n in asked and n not in frozen and not entries[n].reason]
-    return entries, chosen, frozen
-
-
-def _entry(
-    module: nn.Module, shape: Geometry | str, method: Method | None, name: str | None = None
-) -> Entry:
-    """What a plan says of a layer for which `method` was asked (None: not asked for).
-
-    With a `name` the layer was asked for by name, and must take the method.
-    """
-    kind = (LinearOp if isinstance(module, nn.Linear) else ConvOp).kind
-    reason = shape if isinstance(shape, str) else method.supports(shape.op) if method else None
-    if reason and name is not None:
-        raise ValueError(f"convert: layer {name!r} cannot have {method!r}: {reason}")
-    return Entry(kind, Exact() if reason or not method else method, _trained(module), reason)
-
-
-def _trained(module: nn.Module) -> bool:
-    """Whether the weight is trained, or what it is computed from."""
-    if "weight" in module._parameters:
-        return module.weight.requires_grad
-    return any(p.requires_grad for p in module.parameters())
-
-
-def _front(model: nn.Module, first: nn.Module, order: Order | None) -> list[str]:
-    """Names of the modules that come before the module `first`."""
-    names = {module: name for name, module in model.named_modules()}
-    modules = list(names) if order is None else sorted(names, key=lambda m: order.get(m, -1))
-    return [names[module] for module in modules[: modules.index(first)]]
+def _freeze_norms(model: nn.Module) -> None:
+    """Keep the statistics of every batch norm that has them."""
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and module.running_mean is not None:
+            _swap(module, FrozenNorm)
+            module.train(module.training)
 
 
 def _freeze(module: nn.Module) -> None:

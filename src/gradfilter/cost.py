@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from gradfilter import tables
 from gradfilter.convert import Converted, Engined
 from gradfilter.geometry import geometry
 from gradfilter.layers import ConvOp
@@ -66,17 +67,10 @@ class Cost:
             trained = "yes" if r.trained else "no"
             kept = f"{r.kept_bytes / 1024:.1f} KB"
             rows.append((r.name, r.kind, r.method, trained, *macs, kept))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = [
-            "  ".join(
-                cell.ljust(w) if i < 4 else cell.rjust(w)
-                for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
+        told = tables.aligned(rows, left=4)
         if self.unsupported:
-            lines.append(f"multiply-adds not counted: {', '.join(self.unsupported)}")
-        return "\n".join(lines)
+            told += f"\nmultiply-adds not counted: {', '.join(self.unsupported)}"
+        return told
 
     __str__ = table
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 import gradfilter as gf
-from gradfilter.recipes import models
 from gradfilter.recipes.datasets.digits import digits
+from gradfilter.recipes.lite0 import efficientnet_lite0, lite0_input
 
 CLIP = 2.0  # gradient norm, as in the CVPR 2023 paper
 
@@ -75,7 +75,7 @@ def demo(
     console = Console()
     (images, classes), test = digits(size)
     torch.manual_seed(seed)
-    start = models.efficientnet_lite0(num_classes=10).to(memory_format=torch.channels_last)
+    start = efficientnet_lite0(num_classes=10).to(memory_format=torch.channels_last)
     example = network_input(images[:batch])
     runs = [prepare(start, method, example, lr, steps) for method in methods]
     order = torch.randint(len(classes), (steps, batch))
@@ -123,7 +123,7 @@ def train_step(run: Run, x: Tensor, t: Tensor) -> None:
 
 
 def network_input(images: Tensor) -> Tensor:
-    return models.lite0_input(images).contiguous(memory_format=torch.channels_last)
+    return lite0_input(images).contiguous(memory_format=torch.channels_last)
 
 
 @torch.no_grad()

@@ -219,19 +219,8 @@ class Server:
 
     def _save(self) -> None:
         """The state to go on from, the best network so far, and the tables."""
-        network, data = self.trainer.network, self.data
-        model = {
-            "model": self.trainer.model.state_dict(),
-            "step": self.round,
-            "task": data.task,
-            "classes": list(data.classes),
-            "ignore": data.ignore,
-            "mean": list(network.mean),
-            "std": list(network.std),
-            "size": self.trainer.size,
-            "settings": self.settings.changed(split=None, plan=None).as_dict(),
-            "metrics": self.rounds[-1],
-        }
+        settings = self.settings.changed(split=None, plan=None)
+        model = self.trainer.record(self.data, self.round, settings) | {"metrics": self.rounds[-1]}
         if best_of(self.rounds, self.trainer.task.headline) is self.rounds[-1]:
             checkpoint.save(self.out / checkpoint.BEST, model)
         last = model | {

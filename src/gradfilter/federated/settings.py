@@ -13,6 +13,7 @@ from gradfilter.recipes.settings import (
     Settings,
     amount,
     checked,
+    keep_fixed,
     named,
     option,
     read,
@@ -107,12 +108,7 @@ def resumed(options: dict[str, object], before: Both) -> Both:
     """As `of`, but refuses what a run cannot change on its way."""
     both = of(options, before)
     for old, new in zip(before, both, strict=True):
-        for f in fields(old):
-            if f.metadata["fixed"] and getattr(old, f.name) != getattr(new, f.name):
-                raise ValueError(
-                    f"this run has {f.name}: {getattr(old, f.name)}, which a resumed run keeps; "
-                    "start another run to change it"
-                )
+        keep_fixed(old, new)
     return both
 
 

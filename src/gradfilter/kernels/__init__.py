@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from gradfilter.kernels import cpu, eager
+from gradfilter.kernels import cpu, cpu_library, eager
 from gradfilter.kernels.eager import ACTIVATIONS, pool_reach, wide
 
 __all__ = [
@@ -45,8 +45,8 @@ if _FORCED not in ("", "eager"):
 @functools.cache
 def _cpu() -> ModuleType:
     """The C kernels if they are there, else the eager ones and a warning, once."""
-    library = cpu.library()
-    if not isinstance(library, cpu.Unavailable):
+    library = cpu_library.library()
+    if not isinstance(library, cpu_library.Unavailable):
         return cpu
     warnings.warn(
         f"gradfilter runs on its slow PyTorch kernels, because the C ones are missing: {library}",
@@ -139,8 +139,8 @@ def status() -> dict[str, str]:
     """Which kernels run where: the C library's path or why it is missing, and Triton's state."""
     if _FORCED:
         return {"cpu": "eager, forced by GRADFILTER_KERNELS", "cuda": "eager, likewise"}
-    library = cpu.library()
-    if isinstance(library, cpu.Unavailable):
+    library = cpu_library.library()
+    if isinstance(library, cpu_library.Unavailable):
         found = {"cpu": f"eager: {library}"}
     else:
         found = {"cpu": str(library.path), "isa": library.isa, "threads": library.threads}

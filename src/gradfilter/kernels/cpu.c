@@ -293,11 +293,11 @@ __attribute__((constructor)) static void choose_best(void) { gf_select(NULL); }
 #ifndef SOURCE_HASH
 #define SOURCE_HASH "unknown"
 #endif
-/* Which source this was built from, so that cpu.py can tell a stale build. */
+/* Which source this was built from, so that cpu_library.py can tell a stale build. */
 EXPORT const char *gf_source(void) { return SOURCE_HASH; }
 
 /* setuptools builds this as a Python extension module, and some linkers want the init symbol;
- * nobody imports it: cpu.py opens the file with ctypes. */
+ * nobody imports it: cpu_library.py opens the file with ctypes. */
 EXPORT void *PyInit__cpu(void) { return NULL; }
 
 /* ---- the exported kernels; all return 0, or -1 when memory ran out ---- */

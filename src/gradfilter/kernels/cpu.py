@@ -1,134 +1,18 @@
-"""The C kernels of cpu.c, called through ctypes: float32 maps in channels-last order on the CPU.
-
-The library is the one built with the package. In a plain source tree, or when that one is older
-than cpu.c, it is compiled once into the user's cache with the system's C compiler.
-"""
+"""The C kernels of cpu.c, called through ctypes: float32 maps in channels-last order on the CPU."""
 
 import ctypes
 import functools
-import hashlib
-import importlib.machinery
-import logging
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from gradfilter.kernels.cpu_library import library
 from gradfilter.kernels.eager import Act, Pair, Stats, activation, pool_reach, pool_size
-
-SOURCE = Path(__file__).with_name("cpu.c")
-# As in setup.py. No -ffast-math: NaN and infinity must come through.
-FLAGS = ["-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
-FLAGS += ["-fvisibility=hidden"]
 
 # The activations cpu.c has, in its order; whatever is missing here runs on the eager body.
 _ACTS = ["none", "relu", "relu6", "hardswish", "hardsigmoid", "silu", "sigmoid", "gelu"]
 _ACTS += ["gelu_tanh", "tanh", "leaky_relu", "elu", "mish"]
 ACTS = {name: number for number, name in enumerate(_ACTS)}
-
-_P, _N, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-_ARGTYPES = {
-    "gf_patch_mean": [_P] * 2 + [_N] * 6 + [_I],
-    "gf_epilogue": [_P] * 6 + [_N] * 6 + [_I, _F, _I],
-    "gf_depthwise": [_P] * 7 + [_N] * 6 + [_P] + [_N] * 2 + [_I, _F, _I],
-    "gf_grid_backward": [_P] * 7 + [_N] * 8 + [_I],
-    "gf_max_pool": [_P] * 8 + [_N] * 6 + [_P, _I, _F, _I],
-    "gf_slope_backward": [_P] * 4 + [_F] + [_P] * 3 + [_N] * 3 + [_I] * 2,
-    "gf_spread": [_P] * 4 + [_N] * 8 + [_I],
-    "gf_row_dots": [_P] * 3 + [_N] * 2 + [_I],
-    "gf_pool_grid_backward": [_P] * 5 + [_N] * 8 + [_I],
-}
-
-
-class Unavailable(RuntimeError):
-    """Why there is no C library."""
-
-
-def _open(path: Path) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(path))
-    for name, argtypes in _ARGTYPES.items():
-        getattr(library, name).argtypes = argtypes
-    library.gf_select.argtypes = [ctypes.c_char_p]
-    library.gf_select.restype = library.gf_source.restype = ctypes.c_char_p
-    return library
-
-
-def _installed(source_hash: str | None) -> Path | None:
-    """The library built with the package, unless cpu.c has changed since."""
-    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-        path = SOURCE.with_name("_cpu" + suffix)
-        if path.exists() and source_hash in (None, _open(path).gf_source().decode()):
-            return path
-    return None
-
-
-def compile_into(path: Path, source_hash: str) -> None:
-    """Compile cpu.c into a shared library; another process may be doing the same."""
-    names = os.environ.get("CC", "cc"), "gcc", "clang"
-    compiler = next(filter(None, map(shutil.which, names)), None)
-    if compiler is None:
-        raise Unavailable("not built with the package, and no C compiler (cc, gcc, clang) found")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    logging.getLogger(__name__).info("compiling %s with %s", SOURCE, compiler)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
-        command = [compiler, *FLAGS, "-fPIC", "-shared", f'-DSOURCE_HASH="{source_hash}"']
-        result = subprocess.run(
-            [*command, str(SOURCE), "-o", str(made)], capture_output=True, text=True, check=False
-        )
-        if result.returncode:
-            raise Unavailable(f"{compiler} failed on {SOURCE}: {result.stderr.strip()[-500:]}")
-        made.replace(path)
-
-
-def _find() -> Path:
-    source_hash = None
-    if SOURCE.exists():
-        source_hash = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
-    installed = _installed(source_hash)
-    if installed is not None:
-        return installed
-    if source_hash is None:
-        raise Unavailable("not built with the package")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gradfilter"
-    path = cache / f"cpu-{source_hash}-{platform.machine()}.so"
-    if not path.exists():
-        compile_into(path, source_hash)
-    return path
-
-
-class Library:
-    """The loaded library: its path, instruction set, threads, and functions."""
-
-    def __init__(self) -> None:
-        try:
-            self.path = _find()
-            handle = _open(self.path)
-        except OSError as error:
-            raise Unavailable(str(error)) from error
-        self.handle = handle
-        self.isa = handle.gf_select(None).decode()
-        # PyTorch's own OpenMP runtime lends its threads: one pool in the process, not two.
-        fork = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
-        self.threads = "PyTorch's OpenMP pool" if fork else "one (no GOMP_parallel in the process)"
-        if fork:
-            handle.gf_set_fork(fork)
-        for name in _ARGTYPES:
-            setattr(self, name, getattr(handle, name))
-
-
-@functools.cache
-def library() -> Library | Unavailable:
-    """The C library, or the reason there is none; found, or built, at the first call."""
-    try:
-        return Library()
-    except Unavailable as reason:
-        return reason
 
 
 def _check(code: int) -> None:

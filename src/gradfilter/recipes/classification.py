@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradfilter.recipes import confusion
+from gradfilter.recipes.confusion import Tally
 
-Tally = dict[str, Tensor]  # sums, so that those of several processes can be added
 Sample = tuple[Tensor, int | Tensor, Tensor]  # image of bytes [3, H, W], class, scores [C]
 
 SHOWN = 5
@@ -32,13 +32,8 @@ class Classification:
         return total, (target != skip).sum()
 
     def tally(self) -> Tally:
-        classes = len(self.classes)
-        return {
-            "confusion": torch.zeros(classes, classes, dtype=torch.int64),
-            "loss": torch.zeros((), dtype=torch.float64),
-            "count": torch.zeros((), dtype=torch.int64),
-            "top5": torch.zeros((), dtype=torch.int64),
-        }
+        top5 = torch.zeros((), dtype=torch.int64)
+        return confusion.tally(len(self.classes)) | {"top5": top5}
 
     @torch.no_grad()
     def add(self, tally: Tally, output: Tensor, target: Tensor) -> None:

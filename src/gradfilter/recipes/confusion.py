@@ -7,7 +7,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+Tally = dict[str, Tensor]  # sums, so that those of several processes can be added
+
 NAMED = 60  # classes up to which a picture names them all
+
+
+def tally(classes: int) -> Tally:
+    """Nothing counted yet: who is taken for whom, the sum of losses, and how many they are."""
+    return {
+        "confusion": torch.zeros(classes, classes, dtype=torch.int64),
+        "loss": torch.zeros((), dtype=torch.float64),
+        "count": torch.zeros((), dtype=torch.int64),
+    }
 
 
 def count(truth: Tensor, found: Tensor, classes: int) -> Tensor:

@@ -17,6 +17,8 @@ from gradfilter.recipes.trainer import Trainer
 from gradfilter.recipes.training import SAMPLES
 
 RESULTS = "evaluation.json"
+# Gradients are not asked for: no method, no plan.
+PLAIN = {"method": "exact", "plan": None, "last": None, "engine": "layer", **dict.fromkeys(KNOBS)}
 
 
 def evaluate(
@@ -34,7 +36,7 @@ def evaluate(
     out = Path(out)
     with parallel.world(device) as world:
         screen = Screen(quiet or not world.first)
-        trainer, found = load(out, which, world)
+        trainer, found = load(out, which, world, **PLAIN)
         test = _data(trainer.settings, found, data).test
         with screen.bar("testing", per_epoch(len(test), trainer.batch)) as advance:
             metrics, tally = trainer.evaluate(test, advance)
@@ -55,15 +57,15 @@ def predict(out: Path, images: list[Path], *, which: str = "best", device: str =
 
     That is a list of (class, share), the likeliest first, or a picture with the mask over it.
     """
-    trainer, _ = load(Path(out), which, World(parallel.choose(device)))
+    trainer, _ = load(Path(out), which, World(parallel.choose(device)), **PLAIN)
     for path in images:
         image = decode.picture(Path(path))
         seen, _ = trainer.change[False](image, _no_target(trainer, image))
         yield Path(path), trainer.task.show(trainer.outputs(seen[None])[0].cpu(), image)
 
 
-def load(out: Path, which: str, world: World) -> tuple[Trainer, dict]:
-    """The network of a run, ready to be used, and its checkpoint."""
+def load(out: Path, which: str, world: World, **changes) -> tuple[Trainer, dict]:
+    """The network of a run, ready to be used with some settings changed, and its checkpoint."""
     if not (out / recording.CONFIG).is_file():
         raise ValueError(f"{out} holds no run: there is no {recording.CONFIG} in it")
     found = checkpoint.load(out / f"{which}.pt")
@@ -72,13 +74,11 @@ def load(out: Path, which: str, world: World) -> tuple[Trainer, dict]:
         mean=found["mean"],
         std=found["std"],
         size=found["size"],
-        method="exact",
-        plan=None,
-        last=None,
-        engine="layer",
         cache_features=False,
-        **dict.fromkeys(KNOBS),
+        **changes,
     )
+    if settings.plan:
+        settings = settings.changed(plan=out / recording.PLAN, last=None)
     trainer = Trainer(
         settings, found["task"], tuple(found["classes"]), ignore=found["ignore"], world=world
     )

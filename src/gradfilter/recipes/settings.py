@@ -227,13 +227,19 @@ class Settings:
     def resumed(self, **options) -> Settings:
         """As `changed`, but refuses what a run cannot change on its way."""
         changed = self.changed(**options)
-        for f in fields(self):
-            if f.metadata["fixed"] and getattr(changed, f.name) != getattr(self, f.name):
-                raise ValueError(
-                    f"this run has {f.name}: {getattr(self, f.name)}, which a resumed run keeps; "
-                    "start another run to change it"
-                )
+        keep_fixed(self, changed)
         return changed
+
+
+def keep_fixed(before, after) -> None:
+    """Refuse a change, between two settings of one class, of an option that a run keeps."""
+    for f in fields(before):
+        old = getattr(before, f.name)
+        if f.metadata["fixed"] and getattr(after, f.name) != old:
+            raise ValueError(
+                f"this run has {f.name}: {old}, which a resumed run keeps; "
+                "start another run to change it"
+            )
 
 
 def names() -> list[str]:

@@ -19,7 +19,7 @@ from gradfilter import methods
 from gradfilter.plan import read
 from gradfilter.recipes import augment, models
 from gradfilter.recipes.classification import Classification
-from gradfilter.recipes.datasets import Pictures
+from gradfilter.recipes.datasets import Data, Pictures
 from gradfilter.recipes.loading import (
     Batch,
     Changed,
@@ -102,6 +102,20 @@ class Trainer:
         self.testing: dict[Pictures, DataLoader] = {}  # their worker processes stay for the next
         self.stored: Source | None = None  # where batches come from instead of pictures
         self._train_mode()
+
+    def record(self, data: Data, step: int, settings: Settings) -> dict:
+        """The network, and what is needed to use it, as checkpoints hold them."""
+        return {
+            "model": self.model.state_dict(),
+            "step": step,
+            "task": data.task,
+            "classes": list(data.classes),
+            "ignore": data.ignore,
+            "mean": list(self.network.mean),
+            "std": list(self.network.std),
+            "size": self.size,
+            "settings": settings.as_dict(),
+        }
 
     @property
     def batch(self) -> int:

@@ -216,19 +216,7 @@ class Run:
         self.saved = time.monotonic()
 
     def _model(self) -> dict:
-        """The network, and what is needed to use it."""
-        network, data = self.trainer.network, self.data
-        return {
-            "model": self.trainer.model.state_dict(),
-            "step": self.step,
-            "task": data.task,
-            "classes": list(data.classes),
-            "ignore": data.ignore,
-            "mean": list(network.mean),
-            "std": list(network.std),
-            "size": self.trainer.size,
-            "settings": self.settings.as_dict(),
-        }
+        return self.trainer.record(self.data, self.step, self.settings)
 
     def _restore(self, found: dict) -> None:
         """Go back to where a checkpoint was written."""

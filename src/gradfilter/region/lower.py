@@ -6,14 +6,13 @@ import operator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradfilter.geometry import Geometry
-from gradfilter.kernels.eager import ACTIVATIONS
 from gradfilter.methods import Method
 from gradfilter.region import grid
+from gradfilter.region.activations import FUNCTIONS, activation_of
 from gradfilter.region.conv import Conv
 from gradfilter.region.step import NONE, Act, MaxPool, Step
 from gradfilter.region.steps import Add, Chunk, Concat, DropPath, Gate, Pointwise, Pool, Shuffle
@@ -37,58 +36,6 @@ class Region:
     steps: list[Step]
     inputs: list[int]
     outputs: list[int]
-
-
-ACT_CLASSES: dict[str, str] = {
-    "ReLU": "relu",
-    "ReLU6": "relu6",
-    "Hardswish": "hardswish",
-    "HardSwish": "hardswish",
-    "Hardsigmoid": "hardsigmoid",
-    "HardSigmoid": "hardsigmoid",
-    "SiLU": "silu",
-    "Swish": "silu",
-    "Sigmoid": "sigmoid",
-    "Tanh": "tanh",
-    "GELU": "gelu",
-    "GELUTanh": "gelu_tanh",
-    "LeakyReLU": "leaky_relu",
-    "ELU": "elu",
-    "Mish": "mish",
-}
-ACT_FUNCTIONS: dict[object, str] = {
-    F.relu: "relu",
-    torch.relu: "relu",
-    torch.relu_: "relu",
-    F.relu6: "relu6",
-    F.hardswish: "hardswish",
-    F.hardsigmoid: "hardsigmoid",
-    F.silu: "silu",
-    F.sigmoid: "sigmoid",
-    torch.sigmoid: "sigmoid",
-    torch.tanh: "tanh",
-    F.mish: "mish",
-    "relu": "relu",
-    "relu_": "relu",
-    "sigmoid": "sigmoid",
-    "tanh": "tanh",
-}
-PARAMETER = {"LeakyReLU": "negative_slope", "ELU": "alpha"}
-
-
-def activation_of(module: nn.Module) -> Act | None:
-    """The activation a module is, or None."""
-    name = type(module).__name__
-    if isinstance(module, nn.Hardtanh) and not isinstance(module, nn.ReLU6):
-        return ("relu6", 0.0) if (module.min_val, module.max_val) == (0, 6) else None
-    if isinstance(module, nn.GELU) and module.approximate == "tanh":
-        return ("gelu_tanh", 0.0)
-    if name not in ACT_CLASSES:
-        return None
-    known = ACT_CLASSES[name]
-    if name not in PARAMETER:
-        return known, ACTIVATIONS[known].parameter
-    return known, float(getattr(module, PARAMETER[name]))
 
 
 class Lowering:
@@ -177,8 +124,8 @@ class Lowering:
                 return self._add(node, Concat, *maps)
         if not self._is_map(x):
             return f"{name} between"
-        if target in ACT_FUNCTIONS:
-            return self._act(node, (ACT_FUNCTIONS[target], 0.0), x)
+        if target in FUNCTIONS:
+            return self._act(node, (FUNCTIONS[target], 0.0), x)
         if name in ("add", "iadd") and self._is_map(other) and "alpha" not in node.kwargs:
             return self._sum(node, x, other)
         if name in ("mul", "imul") and self._is_map(other):

@@ -1,0 +1,67 @@
+"""gradfilter plan, as a user meets it."""
+
+import pytest
+from commands import gradfilter, mistake
+
+from gradfilter.plan import Plan
+
+pytestmark = pytest.mark.usefixtures("quick_stopwatch")
+
+
+def run(command):
+    return gradfilter("plan", *command.split())
+
+
+def test_the_command_plans_and_train_takes_the_plan(tiny_networks, photos, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    saved = tmp_path / "plan.yaml"
+    data = f"--data {photos} --size 16 --device cpu"
+    code = run(f"mobilenet_v2 --memory 30KB {data} --batch 4 --save {saved} --out {tmp_path}/o")
+    out = capsys.readouterr()
+    assert code == 0, out.err
+    assert "measured / budget" in out.out and str(saved) in out.out
+    assert {p.name for p in (tmp_path / "o").iterdir()} == {
+        "plan.yaml",
+        "report.json",
+        "report.png",
+    }
+    plan = Plan.load(saved)
+    command = f"train --model mobilenet_v2 {data} --plan {saved} --epochs 1 --batch 6"
+    assert gradfilter(*command.split(), "--out", tmp_path / "run") == 0
+    used = Plan.load(tmp_path / "run" / "plan.yaml")
+    assert used.converted == plan.converted and used.frozen == plan.frozen
+
+
+def test_the_command_without_data_says_what_it_weighs(capsys):
+    pytest.importorskip("timm")
+    code = run("squeezenet1_1 --memory 8MB --size 64 --batch 2 --pictures 2 --device cpu")
+    out = capsys.readouterr()
+    assert code == 0, out.err
+    assert "random weights, noise as pictures" in out.out
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("mobilenet_v2", "give a budget: --memory, --time or both"),
+        ("mobilnet_v2 --memory 8MB", "near names: mobilenet_v2"),
+        ("mobilenet_v2 --memory 8MB --data nowhere/", "nowhere"),
+        ("mobilenet_v2 --memory 8MB --methods galerkin:grid=x", "NAME:KNOB=NUMBER"),
+        ("mobilenet_v2 --memory 8MB --methods galerkn", "did you mean galerkin"),
+        ("inception_v3 --memory 8MB --size 16", "cannot take 16x16 images"),
+        ("squeezenet1_1 --memory 1KB --size 64 --pictures 2", "smallest possible is"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(command, told, capsys):
+    pytest.importorskip("timm")
+    assert told in mistake(capsys, "plan", *command.split())
+
+
+def test_an_amount_that_is_none_is_told_at_once(capsys):
+    assert "64XB" in mistake(capsys, "plan", "mobilenet_v2", "--memory", "64XB")
+
+
+def test_an_empty_folder_is_told(tmp_path, capsys):
+    pytest.importorskip("timm")
+    (tmp_path / "cats").mkdir()
+    mistake(capsys, "plan", "mobilenet_v2", "--memory", "8MB", "--data", tmp_path)
