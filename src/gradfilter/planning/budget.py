@@ -61,11 +61,11 @@ def plan(
     inference. **Time** (seconds, or "200ms") is that of a whole step: processor time where one
     thread does the work, else wall time. It is predicted from a short measurement.
 
-    **Expected learning** is the sum over trained layers of |e|^2 cos^2: the energy of the layer's
-    exact weight gradient e on this batch, times how much of it the approximate one points at.
-    Errors add up as a gradient goes back, so a layer's cosine is the lower one of two that were
-    measured with one method on all layers: its own method's, and that of the coarsest method that
-    any layer behind it has. `fidelity` is the least cosine with which a layer may be trained.
+    **Expected learning** is the sum over trained layers of |e|^2 - |a - e|^2: the energy of the
+    layer's exact weight gradient e on this batch, less that of the approximate one's error. Errors
+    add up as a gradient goes back, so a layer's is the worse one of two that were measured with one
+    method on all layers: its own method's, and that of the coarsest method that any layer behind it
+    has. `fidelity` is the least cosine with which a layer may be trained.
 
     `target` is as in `gradfilter.fidelity`; without it classes are drawn from the model's own
     output. `batch` is the number of pictures in a step, where it is not that of the example.

@@ -17,7 +17,7 @@ from gradfilter.planning.choice import Attempt, Choice, Held, Reason
 from gradfilter.planning.knapsack import Solution
 from gradfilter.planning.prices import clock
 from gradfilter.planning.search import Key, Limits, Search
-from gradfilter.planning.worth import cosines, gradients
+from gradfilter.planning.worth import Likeness, gradients, likenesses
 from gradfilter.region.grid import takes
 from gradfilter.trial import Target
 
@@ -128,7 +128,7 @@ class Outcome:
         peaks = self.peaks(model)
         trained = {i for i, _, trains in _keys(solution) if trains}
         found = gradients(self.chain, model, *self.batch, chosen=trained)
-        real = cosines(found, self.worths.exact)
+        real = likenesses(found, self.worths.exact)
         total = sum(self.worths.energy) or 1.0
         limits, base = self.search.limits, self.search.base
         first = base[next(iter(limits))]
@@ -147,7 +147,7 @@ class Outcome:
             notes=notes,
         )
 
-    def _reasons(self, solution: Solution, real: list[float], total: float) -> list[Reason]:
+    def _reasons(self, solution: Solution, real: list[Likeness], total: float) -> list[Reason]:
         search = self.search
         return [
             Reason(
@@ -155,8 +155,8 @@ class Outcome:
                 repr(method),
                 trained,
                 self.worths.energy[i] / total,
-                search.expected(i, method, state) if trained else None,
-                real[i] if trained else None,
+                search.expected(i, method, state).cosine if trained else None,
+                real[i].cosine if trained else None,
                 search.held((i, method, trained), state),
                 search.seconds((i, method, trained)) if self.timed else None,
             )

@@ -9,7 +9,7 @@ from gradfilter.planning.amounts import told_bytes, told_seconds
 from gradfilter.planning.chain import Chain
 from gradfilter.planning.knapsack import Move, Option, Solution, solve
 from gradfilter.planning.prices import Prices
-from gradfilter.planning.worth import Worth
+from gradfilter.planning.worth import Likeness, Worth
 
 Key = tuple[int, Method, bool]  # link, method, whether it is trained
 Limits = dict[str, float]  # "memory" in bytes, "time" in seconds: those that are given
@@ -50,9 +50,9 @@ class Search:
         self.fidelity, self.copies = fidelity or 0.0, copies
         self.last = len(chain.links) - 1
         self.open = self._open()
-        coarse = [m for m in worths.cosine if not passes_exactly(m)]
+        coarse = [m for m in worths.likeness if not passes_exactly(m)]
         # rank 0 is that of methods that pass the gradient on exactly, then from fine to coarse
-        self.ranks = {m: 0 for m in worths.cosine} | {
+        self.ranks = {m: 0 for m in worths.likeness} | {
             m: k for k, m in enumerate(sorted(coarse, key=worths.total, reverse=True), start=1)
         }
         self.coarsest = [None, *(m for m, rank in self.ranks.items() if rank)]
@@ -82,10 +82,10 @@ class Search:
             return None
         value = 0.0
         if trained:
-            cosine = self.expected(i, method, state)
-            if cosine < self.fidelity and i != self.last:
+            likeness = self.expected(i, method, state)
+            if likeness.cosine < self.fidelity and i != self.last:
                 return None
-            value = self.worths.value(i, cosine)
+            value = self.worths.value(i, likeness)
         taken = {"memory": self.held(key, state), "time": self.seconds(key)}
         then = self.number[self._after(key, state)]
         return Move(tuple(taken[name] for name in self.limits), value, then)
@@ -133,15 +133,16 @@ class Search:
         price = self.costs.of[method][i]
         return price.seconds if trained else price.seconds_frozen
 
-    def expected(self, i: int, method: Method, state: State) -> float:
-        """The cosine to expect of a layer's gradient.
+    def expected(self, i: int, method: Method, state: State) -> Likeness:
+        """What to expect of a layer's gradient.
 
         Each was measured with one method on all layers, and so with errors that add up from the
         output to the layer. A mixed plan is taken to be as good as the worse of two of those: of
         the layer's own method, and of the coarsest behind it.
         """
         coarsest = self.coarsest[state.rank] or method
-        return min(self.worths.cosine[m][i] for m in (method, coarsest))
+        both = [self.worths.likeness[m][i] for m in (method, coarsest)]
+        return min(both, key=lambda likeness: likeness.gain)
 
     def walk(self, solution: Solution) -> list[tuple[Key, State]]:
         """The options of a solution, each with the state it was taken in."""

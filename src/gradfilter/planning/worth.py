@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,28 +18,38 @@ from gradfilter.trial import Target
 Gradients = list[Tensor | None]  # of the weight of every link
 
 
+class Likeness(NamedTuple):
+    """How an approximate gradient a lies to the exact one e: cosine, and |a| / |e|; 0 without."""
+
+    cosine: float
+    norm: float
+
+    @property
+    def gain(self) -> float:
+        """The energy of e less that of the error: (|e|^2 - |a - e|^2) / |e|^2.
+
+        A step along a lowers a quadratic of curvature L by <e, a> / L - |a|^2 / (2 L), of which
+        the exact step reaches |e|^2 / (2 L). A filter that only takes something away has cos^2;
+        one that adds what is not there loses, and may do worse than not to train the layer.
+        """
+        return 2 * self.norm * self.cosine - self.norm**2
+
+
 @dataclass(frozen=True)
 class Worth:
-    """Exact weight gradients, their energies |e|^2, and the cosines of every method, by link.
-
-    A cosine is 0 where either gradient is 0.
-    """
+    """Exact weight gradients, their energies |e|^2, and every method's likeness, by link."""
 
     exact: Gradients
     energy: list[float]
-    cosine: dict[Method, list[float]]
+    likeness: dict[Method, list[Likeness]]
 
-    def value(self, link: int, cosine: float) -> float:
-        """The energy of a link's gradient that lies in the approximate one's direction.
-
-        The best decrease of a quadratic of curvature L along a is <e, a>^2 / (2 L |a|^2), so that
-        |e|^2 cos^2 is what a layer's gradient can achieve; a direction uphill is worth nothing.
-        """
-        return self.energy[link] * max(0.0, cosine) ** 2
+    def value(self, link: int, likeness: Likeness) -> float:
+        """What a step that trains the link gains."""
+        return self.energy[link] * likeness.gain
 
     def total(self, method: Method) -> float:
         """What all links are worth with one method on all of them."""
-        return sum(self.value(i, c) for i, c in enumerate(self.cosine[method]))
+        return sum(self.value(i, found) for i, found in enumerate(self.likeness[method]))
 
 
 def worth(chain: Chain, batch, target: Target, methods: list[Method]) -> Worth:
@@ -49,7 +60,7 @@ def worth(chain: Chain, batch, target: Target, methods: list[Method]) -> Worth:
     for method in methods:
         same = method == Exact()
         own = exact if same else gradients(chain, chain.uniform(method), batch, target)
-        found[method] = cosines(own, exact)
+        found[method] = likenesses(own, exact)
     return Worth(exact, energy, found)
 
 
@@ -76,13 +87,14 @@ def _gradient(layer: nn.Module) -> Tensor | None:
     return torch.cat(grads) if grads else None
 
 
-def cosines(approximate: Gradients, exact: Gradients) -> list[float]:
+def likenesses(approximate: Gradients, exact: Gradients) -> list[Likeness]:
     found = []
     for a, e in zip(approximate, exact, strict=True):
         sums = Sums()
         if a is not None and e is not None:
             sums.add(a, e)
-        found.append(sums.match().cosine or 0.0)
+        match = sums.match()
+        found.append(Likeness(match.cosine or 0.0, match.norm or 0.0))
     return found
 
 
