@@ -15,10 +15,13 @@ def divide_up(size: int, side: int) -> int:
     return -(-size // side)
 
 
-def overlap(size: int, count: int, side: int, start: int = 0) -> list[int]:
-    """How many real pixels each patch of an axis has."""
-    edges = [min(max(i * side - start, 0), size) for i in range(count + 1)]
-    return [hi - lo for lo, hi in zip(edges, edges[1:], strict=False)]
+def overlap(device, size: int, count: int, side: int, start: int = 0) -> Tensor:
+    """How many real pixels each patch of an axis has. [count]
+
+    Counted on the device: a copy from the host could not be part of a CUDA graph.
+    """
+    edges = (torch.arange(count + 1, device=device) * side - start).clamp(0, size)
+    return edges[1:] - edges[:-1]
 
 
 def patch_sum(x: Tensor, count: tuple, side: tuple, start: tuple = (0, 0)) -> Tensor:
@@ -41,7 +44,7 @@ def patch_mean(x: Tensor, count: tuple, side: tuple, start: tuple = (0, 0)) -> T
 def patch_area(like: Tensor, size: tuple, count: tuple, side: tuple, start=(0, 0)) -> Tensor:
     """Number of real pixels of each patch, at least 1. [*count]"""
     rows, columns = (
-        torch.tensor(overlap(*axis), dtype=like.dtype, device=like.device)
+        overlap(like.device, *axis).to(like.dtype)
         for axis in zip(size, count, side, start, strict=True)
     )
     return (rows[:, None] * columns).clamp(min=1)

@@ -251,9 +251,7 @@ def _regular(taps: list[Tensor], sides: tuple[Pair, Pair], op: ConvOp) -> _Regul
     if None in axes:
         return None
     (m1, rho1, pad1), (m2, rho2, pad2) = axes
-    small = ConvOp(
-        (m1.shape[1], m2.shape[1]), (rho1, rho2), (*pad1, *pad2), (1, 1), op.groups
-    )
+    small = ConvOp((m1.shape[1], m2.shape[1]), (rho1, rho2), (*pad1, *pad2), (1, 1), op.groups)
     return _Regular([m1, m2], small, op.kernel)
 
 
@@ -293,7 +291,7 @@ class _Filtered(GridConv):
         self.area = areas(method, x_size, dtype, device)
         if not self.whole and isinstance(self.area, float):
             rows, columns = (
-                torch.tensor(overlap(s, n, method.patch), dtype=dtype, device=device)
+                overlap(device, s, n, method.patch).to(dtype)
                 for s, n in zip(x_size, self.cells, strict=True)
             )
             self.area = rows[:, None] * columns
