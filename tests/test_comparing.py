@@ -159,6 +159,17 @@ def test_more_seeds_and_methods_join_in(finished, photos, tmp_path, tiny_network
     assert scores(out) == scores(finished)
 
 
+def test_a_plan_is_compared_with_methods(photos, tmp_path, tiny_networks):
+    saved = gf.convert(tiny.build("still", 3).model, gf.GalerkinFilter(patch=2), last=1)
+    saved.save(tmp_path / "mine.yaml")
+    asked = ["--methods", "exact", f"plan:{tmp_path / 'mine.yaml'}", "--last", "all"]
+    assert compare(photos, tmp_path / "out", *asked, "--seeds", 0) == 0
+    exact, planned = numbers(tmp_path / "out")["entries"]
+    assert (planned["title"], planned["depth"]) == ("plan mine", "as planned")
+    trained = [[row["trained"] for row in e["measured"]["layers"]] for e in (exact, planned)]
+    assert all(trained[0]) and sum(trained[1]) < len(trained[1])
+
+
 def test_a_run_that_diverges_is_shown_and_the_others_go_on(
     photos, tmp_path, tiny_networks, monkeypatch, capsys
 ):

@@ -10,6 +10,7 @@ import pytest
 
 from gradfilter.recipes.comparison import COSTS, frontier
 from gradfilter.recipes.contenders import Contender, contenders
+from gradfilter.recipes.settings import Settings
 
 KEPT, TIME, MACS, _ = COSTS
 
@@ -26,6 +27,27 @@ def test_contenders_are_every_method_at_every_depth_once():
     assert found[2] == Contender("galerkin", (("grid", 7), ("bits", 8)), 4)
     assert found[2].spelled == "galerkin:grid=7,bits=8"
     assert found[2].title == "galerkin grid=7, bits=8" and found[1].depth == "all layers"
+
+
+def test_a_plan_is_one_contender_whatever_the_depths(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("features.*: {method: galerkin, grid: 7}\n")
+    spelled = f"plan:{file}"
+    (found,) = contenders([spelled, spelled], [4, None])
+    assert (found.spelled, found.title, found.depth) == (spelled, "plan mine", "as planned")
+    settings = found.settings(Settings(), 3)
+    assert settings.plan == str(file) and settings.seed == 3 and settings.last is None
+    before = found.name
+    file.write_text("features.*: frozen\n")
+    assert found.name != before and before.startswith("plan-mine-")
+
+
+def test_a_plan_that_is_none_is_refused_before_anything_is_trained(tmp_path):
+    with pytest.raises(ValueError, match="nowhere"):
+        contenders([f"plan:{tmp_path / 'nowhere.yaml'}"], [None])
+    (tmp_path / "bad.yaml").write_text("features.*: {method: galerkn}\n")
+    with pytest.raises(ValueError, match=r"bad\.yaml.*galerkin"):
+        contenders([f"plan:{tmp_path / 'bad.yaml'}"], [None])
 
 
 @pytest.mark.parametrize(

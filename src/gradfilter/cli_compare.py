@@ -21,6 +21,7 @@ them. A run that fails is shown as such: delete its folder to try it again.
   gradfilter compare --data digits --size 64 --epochs 1 --seeds 0 1 --methods exact galerkin:grid=7
   gradfilter compare --data photos/ --model mobilenet_v2 --last 2 4 all --out comparison
   gradfilter compare --data photos/ --methods exact galerkin:grid=7 galerkin:grid=4,bits=8
+  gradfilter compare --data photos/ --methods exact plan:plan.yaml     # of `gradfilter plan`
 """
 
 
@@ -46,7 +47,7 @@ def compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = ABOUT
     settings = sibling("recipes.settings")
     several = {"nargs": "+", "metavar": "N"}
-    told = f"each NAME or NAME:KNOB=NUMBER,... (default: {' '.join(METHODS)})"
+    told = f"each NAME, NAME:KNOB=NUMBER,... or plan:FILE (default: {' '.join(METHODS)})"
     add = parser.add_argument
     add("--methods", nargs="+", default=METHODS, metavar="METHOD", help=told)
     told = "train only the last so many layers, or all of them (default: 4 all)"

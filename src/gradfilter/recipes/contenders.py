@@ -1,40 +1,57 @@
-"""What is compared: a method on the last so many layers of a network."""
+"""What is compared: a method on the last so many layers of a network, or a plan for all of them."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from gradfilter import methods
+from gradfilter.plan import read
 from gradfilter.recipes.settings import Settings
 
 ALL = "all"
+PLAN = "plan"  # in place of a method's name
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A method with its knobs; `last` is how many layers it trains, None for all."""
+    """A method with its knobs; `last` is how many layers it trains, None for all.
+
+    Or a plan, by its file, which says itself what is trained.
+    """
 
     method: str
     knobs: tuple[tuple[str, float], ...]
     last: int | None
+    plan: str | None = None
 
     @property
     def spelled(self) -> str:
         """The method as the command line takes it."""
+        if self.plan:
+            return f"{PLAN}:{self.plan}"
         return ":".join([self.method, *([self._knobs("=", ",")] if self.knobs else [])])
 
     @property
     def title(self) -> str:
+        if self.plan:
+            return f"{PLAN} {Path(self.plan).stem}"
         return f"{self.method} {self._knobs('=', ', ')}".rstrip()
 
     @property
     def depth(self) -> str:
+        if self.plan:
+            return "as planned"
         return "all layers" if self.last is None else f"last {self.last}"
 
     @property
     def name(self) -> str:
-        """For folders: `galerkin-grid7-last4`."""
+        """For folders: `galerkin-grid7-last4`; a plan that was changed is another contender."""
+        if self.plan:
+            content = hashlib.blake2b(Path(self.plan).read_bytes(), digest_size=3).hexdigest()
+            return f"{PLAN}-{Path(self.plan).stem}-{content}"
         depth = ALL if self.last is None else f"last{self.last}"
         return "-".join([self.method, *([self._knobs("", "-")] if self.knobs else []), depth])
 
@@ -44,6 +61,8 @@ class Contender:
 
     def settings(self, base: Settings, seed: int) -> Settings:
         """Those of its run with this seed."""
+        if self.plan:
+            return base.changed(plan=self.plan, seed=seed)
         return base.changed(method=self.method, last=self.last, seed=seed, **dict(self.knobs))
 
     def _knobs(self, equals: str, between: str) -> str:
@@ -51,10 +70,19 @@ class Contender:
 
 
 def contenders(spelled: list[str], depths: list[int | None]) -> list[Contender]:
-    """Every method at every depth, each once; ValueError for what is no method or has no knob."""
-    chosen = [_read(text) for text in spelled]
-    pairs = [Contender(*method, last) for method in chosen for last in depths]
-    return list(dict.fromkeys(pairs))
+    """Every method at every depth and every plan, each once; ValueError for what is neither."""
+    found: list[Contender] = []
+    for text in spelled:
+        if text.startswith(f"{PLAN}:"):
+            found.append(_planned(text.removeprefix(f"{PLAN}:")))
+        else:
+            found += [Contender(*_read(text), last) for last in depths]
+    return list({c.name: c for c in found}.values())
+
+
+def _planned(file: str) -> Contender:
+    read(file)  # or refuse it before anything is trained
+    return Contender(PLAN, (), None, file)
 
 
 def _read(text: str) -> tuple[str, tuple[tuple[str, float], ...]]:
