@@ -46,6 +46,7 @@ SINGLE = {
     "galerkin": gf.GalerkinFilter(grid=7),
 }
 MOST = {"hosvd": 8}  # layers; more would fit, but decomposing them all takes minutes a run
+SHOWN = 15  # points below the best that a panel shows
 SETS, NETS = ("flowers", "pets", "cifar10"), ("mobilenet_v2", "tf_efficientnet_lite0")
 
 
@@ -190,7 +191,7 @@ def _against(results: dict, columns: list, budget: str, kind: str) -> str:
 
 
 def plot(args: argparse.Namespace) -> None:
-    """Accuracy over memory, one panel for each data set and network."""
+    """Accuracy over memory, one panel for each data set and network; what collapsed is below."""
     from matplotlib.figure import Figure
 
     results = found(args)
@@ -198,21 +199,30 @@ def plot(args: argparse.Namespace) -> None:
     figure = Figure(figsize=(4.2 * max(1, len(panels)), 3.8), layout="constrained")
     axes = figure.subplots(1, max(1, len(panels)), squeeze=False)[0]
     for panel, axis in zip(panels, axes, strict=False):
-        for kind in (PLANNED, *SINGLE):
-            runs_of = [
-                results[(*panel, b, kind)] for b in args.budgets if (*panel, b, kind) in results
-            ]
-            values = [[100 * r["headline"] for r in several] for several in runs_of]
-            errors = [statistics.stdev(v) if len(v) > 1 else 0 for v in values]
-            memory = [several[0]["memory"] / 2**20 for several in runs_of]
-            style = {"marker": "o", "capsize": 3, "linewidth": 2.5 if kind == PLANNED else 1.2}
-            means = [statistics.mean(v) for v in values]
-            axis.errorbar(memory, means, errors, label=kind, **style)
+        best = max(_curve(axis, results, panel, kind, args.budgets) for kind in (PLANNED, *SINGLE))
         axis.set(title=", ".join(panel), xlabel="memory of a step, MB", ylabel="top-1, %")
+        axis.set_ylim(best - SHOWN, best + 2)
         axis.set_xscale("log")
+        ticks = [float(budget.removesuffix("MB")) for budget in args.budgets]
+        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.minorticks_off()
         axis.grid(alpha=0.3)
-    axes[0].legend()
+        axis.legend(fontsize="small")
     figure.savefig(args.plot, dpi=120)
+
+
+def _curve(axis, results: dict, panel: tuple, kind: str, budgets: Sequence[str]) -> float:
+    """Draw one kind at its budgets; the highest mean."""
+    runs_of = [results[(*panel, b, kind)] for b in budgets if (*panel, b, kind) in results]
+    if not runs_of:
+        return 0.0
+    values = [[100 * r["headline"] for r in several] for several in runs_of]
+    errors = [statistics.stdev(v) if len(v) > 1 else 0 for v in values]
+    memory = [several[0]["memory"] / 2**20 for several in runs_of]
+    means = [statistics.mean(v) for v in values]
+    style = {"marker": "o", "capsize": 3, "linewidth": 2.5 if kind == PLANNED else 1.2}
+    axis.errorbar(memory, means, errors, label=kind, **style)
+    return max(means)
 
 
 def parser() -> argparse.ArgumentParser:
