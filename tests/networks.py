@@ -41,7 +41,6 @@ ACTS = {
     "mish": nn.Mish,
 }
 EXACT = gf.GalerkinFilter(patch=1)
-SMOOTH = ["none", "silu", "sigmoid", "gelu", "gelu_tanh", "tanh", "elu", "mish"]
 POOLS = [(3, 2, 1), (2, 2, 1), (3, 1, 1)]  # kernel, stride, padding
 BLOCKS = [
     "chain",
@@ -185,7 +184,7 @@ class Network(nn.Module):
         return {"map": [y], "vector": [logits], "both": [y, logits]}[self.head]
 
 
-def drawn_units(acts: list[str], norms=("none", "affine", "bare"), pools=True):
+def drawn_units(norms=("none", "affine", "bare"), pools=True):
     return st.builds(
         Unit,
         groups=st.sampled_from([1, 2, 8]),
@@ -194,7 +193,7 @@ def drawn_units(acts: list[str], norms=("none", "affine", "bare"), pools=True):
         dilation=st.sampled_from([1, 1, 2]),
         bias=st.booleans(),
         norm=st.sampled_from(norms),
-        act=st.sampled_from(acts),
+        act=st.sampled_from(list(ACTS)),
         pool=st.sampled_from([None, None, *POOLS]) if pools else st.none(),
     )
 
@@ -216,11 +215,8 @@ class Drawn:
         return network, torch.randn(batch, 3, *self.size, dtype=torch.float64)
 
 
-def drawn_networks(acts=tuple(ACTS), kinds=tuple(BLOCKS), **limits):
-    acts = list(acts)
-    block = st.tuples(
-        st.sampled_from(kinds), drawn_units(acts, **limits), st.sampled_from(acts)
-    )
+def drawn_networks(kinds=tuple(BLOCKS), **limits):
+    block = st.tuples(st.sampled_from(kinds), drawn_units(**limits), st.sampled_from(list(ACTS)))
     return st.builds(
         Drawn,
         blocks=st.lists(block, min_size=1, max_size=4),

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import CONVS, conv_module
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from networks import (
     ACTS,
@@ -16,7 +16,6 @@ from networks import (
     METHODS,
     NAMED,
     POOLS,
-    SMOOTH,
     Call,
     Network,
     Unit,
@@ -88,12 +87,15 @@ def test_drawn_networks_with_patch_1_are_exact(drawn, statistics):
     assert_same(run(engine, x), exact(model, x, statistics))
 
 
-@drawn(60)
-@given(drawn_networks(acts=SMOOTH, pools=False), st.sampled_from(METHODS), st.booleans())
+@drawn(80)
+@given(drawn_networks(), st.sampled_from(METHODS), st.booleans())
 def test_drawn_networks_in_float32(drawn, method, channels_last):
-    """Smooth functions alone: at a kink, rounding may choose the other side."""
+    """Where float32 can tell: at a kink or a tie of a max-pool, rounding chooses a side."""
     model, x = drawn.build()
-    expected = run(engines(model, method, x)[0], x)
+    layer, _ = engines(model, method, x)
+    expected = run(layer, x)
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(3), dtype=x.dtype)
+    assume(same(run(layer, x + 1e-5 * noise), expected, 1e-3))
     if channels_last:
         model, x = (t.to(memory_format=torch.channels_last) for t in (model, x))
     found = run(engines(model, method, x.float())[1], x.float())
@@ -101,6 +103,14 @@ def test_drawn_networks_in_float32(drawn, method, channels_last):
         torch.float32
     }
     assert_same(found, in_float32(expected, found), 2e-4)
+
+
+def same(found: dict, expected: dict, tolerance: float) -> bool:
+    try:
+        assert_same(found, expected, tolerance)
+    except AssertionError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("method", [*METHODS, EXACT], ids=repr)
