@@ -65,8 +65,8 @@ def fitting(limit: int, asked: int, fixed: bool, step: Callable[[int], None]) ->
             f"a step of {count} images takes {most / MIB:.0f} MB, and the limit is "
             f"{limit / MIB:.0f} MB" + ("; smaller batches cannot be had here" if count > 1 else "")
         )
-    # of what the first image took, a part is set aside once, and a part given back
-    each = max((used - before) / 2, used - resident())
+    # the first step also takes what does not grow with the images: gradients, libraries' own
+    each = (used - before) / 2
     while count < asked:
         more = min(count, asked - count, int((SHARE * limit - used) / max(each, 1)))
         if more < 1:
