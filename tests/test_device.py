@@ -1,30 +1,15 @@
 """gradfilter-device: an exported network trained where there is no torch."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny
-import torch
-from torch import nn
-
-import gradfilter as gf
-from gradfilter.export import Runner
-
-SIZE = 32
-SOURCE = Path(__file__).parents[1] / "device" / "src"
-# a process in which torch and this package cannot be imported
-ALONE = (
-    "import sys; sys.modules.update(dict.fromkeys(['torch', 'onnx', 'gradfilter'])); "
-    "from gradfilter_device.cli import main; sys.exit(main())"
-)
+from on_device import SOURCE, called, changed, exported, module, run, same
 
 
 @pytest.fixture(scope="module")
@@ -36,45 +21,6 @@ def photos(tmp_path_factory):
 def folder(tmp_path_factory, photos):
     """A small network, exported."""
     return exported(tmp_path_factory.mktemp("device") / "exported", photos)
-
-
-def exported(path: Path, photos: Path, batch=None) -> Path:
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU6(),
-        nn.Conv2d(8, 16, 3, 2, 1), nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3),
-    )  # fmt: skip
-    x = torch.randn(2, 3, SIZE, SIZE)
-    gf.convert(model, gf.GalerkinFilter(grid=4), example=x)
-    classes = sorted(p.name for p in (photos / "train").iterdir() if p.is_dir())
-    recipe = {"lr": 1.0, "epochs": 3, "batch": batch or 4}
-    runner = Runner((127.0,) * 3, (64.0,) * 3, tuple(classes), recipe=recipe)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    target = torch.zeros(2, dtype=torch.int64)
-    return gf.export(
-        model, x, target, path, optimizer=optimizer, clip=2.0, batch=batch, runner=runner
-    )
-
-
-def run(*arguments, **options) -> subprocess.CompletedProcess:
-    command, environment = called(*arguments)
-    return subprocess.run(command, env=environment, capture_output=True, text=True, **options)
-
-
-def called(*arguments) -> tuple[list[str], dict[str, str]]:
-    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
-    return [sys.executable, "-c", ALONE, *map(str, arguments)], environment
-
-
-def tensors(path: Path) -> dict[str, np.ndarray]:
-    with np.load(path) as file:
-        return {n: file[n] for n in file.files if n != "about"}
-
-
-def same(a: Path, b: Path) -> bool:
-    one, other = tensors(a), tensors(b)
-    return one.keys() == other.keys() and all(np.array_equal(one[n], other[n]) for n in one)
 
 
 @pytest.fixture(scope="module")
@@ -180,13 +126,6 @@ def test_a_memory_limit_makes_batches_smaller_or_is_refused(folder, photos, tmp_
     assert high.returncode == 0 and "instead of" not in high.stdout
 
 
-def changed(folder: Path, to: Path, name: str, change) -> Path:
-    other = shutil.copytree(folder, to)
-    path = other / name
-    path.write_bytes(change(path.read_bytes()))
-    return other
-
-
 def test_a_damaged_folder_is_refused(folder, photos, tmp_path):
     def flipped(data: bytes) -> bytes:
         return data[:100] + bytes([data[100] ^ 1]) + data[101:]
@@ -236,11 +175,7 @@ def test_the_distribution_needs_no_torch():
 
 
 def test_the_same_pictures_are_held_out_as_by_gradfilter_train(photos):
-    sys.path.insert(0, str(SOURCE))
-    try:
-        from gradfilter_device import photos as device
-    finally:
-        sys.path.remove(str(SOURCE))
+    device = module("photos")
     from gradfilter.recipes.datasets import folder as recipes
 
     files = recipes.class_files(photos, "train")
@@ -252,11 +187,7 @@ def test_the_same_pictures_are_held_out_as_by_gradfilter_train(photos):
 
 
 def test_a_picture_looks_as_in_gradfilter_train(photos):
-    sys.path.insert(0, str(SOURCE))
-    try:
-        from gradfilter_device import photos as device
-    finally:
-        sys.path.remove(str(SOURCE))
+    device = module("photos")
     from gradfilter.recipes import augment
     from gradfilter.recipes.datasets import decode
 

@@ -107,6 +107,43 @@ def test_batch_size_free_or_fixed(fixed, tmp_path):
     assert folder.manifest["images"][0] == fixed
 
 
+@pytest.mark.parametrize("count", [1, 7])
+@pytest.mark.parametrize("maps", [False, True], ids=["classes", "masks"])
+@pytest.mark.parametrize("plan", ["galerkin patch", "gradient filter", "frozen"])
+def test_a_free_batch_is_any_number_of_images(plan, maps, count, tmp_path):
+    """Exported with 2 images, with AdamW, whose count of steps has no batch size at all."""
+    model, (x, target) = planned(plan, maps), batch(count, maps=maps)
+    optimizer = optimizer_of(model, torch.optim.AdamW)
+    folder = exported.exported(model, *batch(2, maps=maps), tmp_path, optimizer=optimizer, clip=0.5)
+    for _ in range(2):
+        folder.step(x, target)
+    expected = in_pytorch(model, x, target, optimizer, 0.5, steps=2)
+    expected.pop("loss")
+    assert_close(folder.values, expected, TOLERANCE)
+    assert len(folder.scores(x)) == count
+
+
+ACTIVATIONS = [nn.ReLU6, nn.Hardswish, nn.SiLU, nn.LeakyReLU, nn.ELU, nn.Mish, nn.Hardsigmoid]
+
+
+@pytest.mark.parametrize("last", [None, 1])
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_activations_that_write_in_place(act, last, tmp_path):
+    """As MobileNetV3 has them; in a frozen front nothing else does their work."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), act(inplace=True), nn.Conv2d(4, 4, 3), act(inplace=True),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, CLASSES),
+    ).double()  # fmt: skip
+    x, target = batch(3)
+    gf.convert(model, gf.GalerkinFilter(grid=3), example=x, last=last)
+    folder = exported.exported(model, x, target, tmp_path)
+    folder.step(x, target)
+    expected = in_pytorch(model, x, target, optimizer_of(model, torch.optim.SGD))
+    expected.pop("loss")
+    assert_close(folder.values, expected, TOLERANCE)
+
+
 def test_prediction_is_the_models(tmp_path):
     for maps in (False, True):
         model, (x, target) = planned("frozen", maps), batch(maps=maps)

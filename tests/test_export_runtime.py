@@ -13,7 +13,7 @@ from exported import assert_close, in_pytorch, optimizer_of
 from torch import nn
 
 import gradfilter as gf
-from gradfilter.export import check, trace
+from gradfilter.export import Runner, check, trace
 from gradfilter.recipes import datasets, models
 
 
@@ -143,6 +143,10 @@ def test_what_cannot_be_exported_is_told(tmp_path):
     groups[0]["weight_decay"] = 0.1
     with pytest.raises(ValueError, match="same settings"):
         gf.export(model, x, target, tmp_path, optimizer=torch.optim.SGD(groups))
+    groups = [{"params": [p], "lr": 0.1} for p in model.parameters()]
+    groups[0]["lr"] = 0.01  # the graph has one rate
+    with pytest.raises(ValueError, match="same settings"):
+        gf.export(model, x, target, tmp_path, optimizer=torch.optim.SGD(groups))
     for method, why in {
         gf.SubspaceIteration(rank=2): "remembers",
         gf.Hosvd(energy=0.8): "reads a number",
@@ -154,6 +158,26 @@ def test_what_cannot_be_exported_is_told(tmp_path):
     batched, x, target = converted("mobilenet_v2", gf.Exact(), 32, norm="batch")
     with pytest.raises(ValueError, match="frozen"):
         gf.export(batched.train(), x, target, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_runner_cannot_feed_is_told(tmp_path):
+    def layers(channels: int) -> nn.Sequential:
+        return nn.Sequential(nn.Conv2d(channels, 4, 3, padding=1))
+
+    names, grey = ("a", "b", "c", "d"), torch.zeros(2, 1, 8, 8)
+    colours, masks = torch.zeros(2, 3, 8, 8), torch.zeros((2, 8, 8), dtype=torch.int64)
+    about = (127.0,) * 3, (64.0,) * 3
+    for x, target, runner, why in (
+        (colours, masks, Runner(*about, names[:3]), "3 classes, the model 4"),
+        (grey, masks, Runner(*about, names), "3 channels"),
+        (colours, masks[:, :4], Runner(*about, names), "size of the images"),
+        (colours, masks, Runner(*about, names, recipe={"momentum": 0.9}), "no 'momentum'"),
+    ):
+        model = layers(x.shape[1])
+        gf.convert(model, gf.GalerkinFilter(patch=2), example=x)
+        with pytest.raises(ValueError, match=why):
+            gf.export(model, x, target, tmp_path, runner=runner)
     assert not list(tmp_path.iterdir())
 
 

@@ -24,7 +24,8 @@ def export(args: argparse.Namespace) -> None:
         folder = exporting.export(args.out, to, which=args.which, batch=args.batch)
     size = sum(f.stat().st_size for f in folder.iterdir() if f.is_file()) / 2**20
     print(f"written: {folder} ({size:.1f} MiB)")
-    print(f"on the device: pip install gradfilter-device, copy {folder.name}/ there, and")
+    print(f"copy {folder.name}/ to the device, install gradfilter-device there (pip install")
+    print("./device in a copy of this project's repository, no PyTorch needed), and")
     print(f"  gradfilter-device train PHOTOS --model {folder.name}")
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -18,11 +18,16 @@ ABOUT = "about"  # what is no tensor, as JSON
 
 def save(path: Path, values: Values, about: dict, previous: Path | None = None) -> None:
     """Put a checkpoint in place at once or not at all; the one before moves to `previous`."""
+    told = {ABOUT: np.array(json.dumps(about))}
+    put(path, lambda file: np.savez(file, **values, **told), previous)
+
+
+def put(path: Path, write: Callable[[BinaryIO], object], previous: Path | None = None) -> None:
+    """Have a file written, and put it in place at once or not at all."""
     new = path.with_name(path.name + ".new")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with open(new, "wb") as file:
-            np.savez(file, **values, **{ABOUT: np.array(json.dumps(about))})
+            write(file)
             file.flush()
             os.fsync(file.fileno())
         if previous is not None and path.exists():
@@ -30,17 +35,20 @@ def save(path: Path, values: Values, about: dict, previous: Path | None = None) 
         os.replace(new, path)
         _flush(path.parent)
     except OSError as error:
-        new.unlink(missing_ok=True)
+        if new.is_file():
+            new.unlink()
         raise Unusable(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def load(path: Path) -> tuple[Values, dict] | None:
     """A whole checkpoint, or None where the file is missing or torn."""
     try:
-        with np.load(io.BytesIO(path.read_bytes())) as file:
+        with np.load(path) as file:
             values = {name: file[name] for name in file.files}
         return values, json.loads(str(values.pop(ABOUT)))
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+    except MemoryError:
+        raise
+    except Exception:  # NumPy and zipfile fail in many ways, depending on which byte is wrong
         return None
 
 

@@ -16,15 +16,14 @@ def train(args: argparse.Namespace) -> None:
     from gradfilter_device.training import Options, Run
 
     model = Exported(args.model)
-    given = {k: getattr(args, k) for k in ("epochs", "batch", "lr", "warmup", "seed")}
-    defaults = model.manifest.get("recipe", {}) | ({"batch": model.batch} if model.batch else {})
-    chosen = {
-        k: v for k, v in (defaults | {k: v for k, v in given.items() if v is not None}).items()
-    }
-    if model.batch and chosen["batch"] != model.batch:
+    names = ("epochs", "batch", "lr", "warmup", "seed", "augment")
+    given = {k: v for k in names if (v := getattr(args, k)) is not None}
+    fixed = {"batch": model.batch} if model.batch else {}
+    options = Options.of(model.manifest.get("recipe", {}) | fixed | given)
+    if model.batch and options.batch != model.batch:
         raise Unusable(f"this network was exported for batches of {model.batch}")
-    options = Options(**chosen, augment=args.augment)
     run = Run(model, args.data, args.run or args.model / "run", options, args.threads)
+    run.agree(given)
     if args.memory_limit:
         run.limit(args.memory_limit * MIB)
     run.go(args.save_every)
@@ -42,6 +41,8 @@ def predict(args: argparse.Namespace) -> None:
     from gradfilter_device.training import Tester
 
     model = Exported(args.model)
+    if model.masks:
+        check_stems(args.images)
     tester = Tester(model, trained(model, args), args.threads)
     feeder, classes, broken = Feeder(model, [], 0, False), model.pictures["classes"], 0
     for path in args.images:
@@ -65,12 +66,24 @@ def predict(args: argparse.Namespace) -> None:
         raise Unusable(f"{broken} of {len(args.images)} pictures could not be read")
 
 
+def check_stems(paths: list[Path]) -> None:
+    """Refuse pictures whose masks would overwrite each other."""
+    seen: dict[str, Path] = {}
+    for path in paths:
+        other = seen.setdefault(path.stem, path)
+        if other != path:
+            raise Unusable(f"{other} and {path} would have the same mask file; ask one by one")
+
+
 def save_mask(mask, size, path: Path, folder: Path) -> Path:
     from PIL import Image
 
-    folder.mkdir(parents=True, exist_ok=True)
     told = folder / f"{path.stem}.png"
-    Image.fromarray(mask).resize(size, Image.Resampling.NEAREST).save(told)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(mask).resize(size, Image.Resampling.NEAREST).save(told)
+    except OSError as error:
+        raise Unusable(f"cannot write {told}: {error.strerror or error}") from error
     return told
 
 
@@ -78,7 +91,10 @@ def trained(model: Exported, args: argparse.Namespace) -> dict:
     """The parameters of a run, or those that were exported."""
     from gradfilter_device import checkpoint
 
-    found = checkpoint.load((args.run or args.model / "run") / checkpoint.BEST)
+    path = (args.run or args.model / "run") / checkpoint.BEST
+    found = checkpoint.load(path)
+    if found is None and path.exists():
+        raise Unusable(f"{path} is damaged; train again, or remove it to use the exported network")
     if found is None:
         if args.run:
             raise Unusable(f"{args.run} holds no trained network yet")
@@ -142,7 +158,7 @@ def parser() -> argparse.ArgumentParser:
             metavar="DIR",
             help="folder that gradfilter export wrote",
         )
-        add("--threads", type=whole, default=0, help="threads of ONNX Runtime; 0: one a core")
+        add("--threads", type=count, default=0, help="threads of ONNX Runtime; 0: one a core")
         if run is not self_test:
             add(
                 "--run",
@@ -166,20 +182,19 @@ def train_arguments(command: argparse.ArgumentParser) -> None:
     add("--batch", type=whole, help="images a step (default: as exported, else 8)")
     add(
         "--lr",
-        type=float,
+        type=amount,
         help="highest learning rate, for 128 images a step (default: as exported, else 0.05)",
     )
     add(
         "--warmup",
-        type=float,
+        type=share,
         help="share of the steps in which the rate rises (default: as exported, else 0.1)",
     )
     add("--seed", type=int, help="of the order and the cuts (default: 0)")
     add(
         "--augment",
         action=argparse.BooleanOptionalAction,
-        default=True,
-        help="cut and mirror photographs at random",
+        help="cut and mirror photographs to classify at random (default: yes)",
     )
     add(
         "--memory-limit",
@@ -189,7 +204,7 @@ def train_arguments(command: argparse.ArgumentParser) -> None:
     )
     add(
         "--save-every",
-        type=float,
+        type=amount,
         default=5.0,
         metavar="MINUTES",
         help="between checkpoints within an epoch",
@@ -204,9 +219,30 @@ def predict_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def whole(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1")
     return int(text)
+
+
+def count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 0")
+    return int(text)
+
+
+def amount(text: str, most: float = float("inf")) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found <= most or found == float("inf"):
+        told = ">= 0" if most == float("inf") else f"from 0 to {most:g}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number {told}")
+    return found
+
+
+def share(text: str) -> float:
+    return amount(text, 1.0)
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -239,7 +275,7 @@ def main(argv: list[str] | None = None) -> int:
     except Unusable as error:
         print(f"gradfilter-device {args.command}: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("saved; the same command goes on", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(str(stop) or "stopped", file=sys.stderr)
         return 130
     return 0

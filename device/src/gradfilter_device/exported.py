@@ -10,9 +10,15 @@ import numpy as np
 
 FORMAT = 1
 MANIFEST, TRAIN, PREDICT = "manifest.json", "train.onnx", "predict.onnx"
-PARAMETERS = "parameters.npz"
+PARAMETERS, CONSTANTS = "parameters.npz", "constants.bin"
 NEW = "new."  # before the name of what a step puts out
 Values = dict[str, np.ndarray]
+TYPES = {"float32": "tensor(float)", "float64": "tensor(double)"}  # NumPy's name -> ONNX Runtime's
+NEEDED = {
+    "format": int, "files": dict, "parameters": dict, "state": dict, "dtype": str, "images": list,
+    "targets": list, "task": str, "frozen": bool, "state_in_place": bool, "optimizer": dict,
+    "layers": dict, "outputs": int, "check": dict,
+}  # fmt: skip
 
 
 class Unusable(ValueError):
@@ -49,9 +55,13 @@ class Exported:
         """Classes, mean and deviation; an export need not have them."""
         found = self.manifest.get("pictures")
         if found is None:
-            raise Unusable(
-                f"{self.folder} does not say how to read pictures: export with pictures="
-            )
+            raise Unusable(f"{self.folder} does not say how to read pictures: export with runner=")
+        lengths = {"classes": self.manifest["outputs"], "mean": 3, "std": 3}
+        for key, length in lengths.items():
+            if not isinstance(found, dict) or len(found.get(key, ())) != length:
+                raise Unusable(f"{MANIFEST} does not fit the network: it needs {length} of {key!r}")
+        if self.manifest["images"][1] != 3:
+            raise Unusable("the network does not take pictures of red, green and blue")
         return found
 
     def start(self) -> Values:
@@ -99,21 +109,29 @@ class Exported:
             raise Unusable(f"{path} is damaged or was changed: its hash is not that of {MANIFEST}")
 
     def _check_fit(self, session, name: str) -> None:
-        found = {
-            i.name: [s if isinstance(s, int) else None for s in i.shape]
-            for i in session.get_inputs()
-        }
-        expected = dict(self.parameters) | {"images": self.manifest["images"]}
+        images, targets = self.manifest["images"], self.manifest["targets"]
+        own = TYPES[self.manifest["dtype"]]
+        inputs = {n: (s, own) for n, s in (self.parameters | {"images": images}).items()}
         if name == TRAIN:
-            expected |= self.state | {"rate": [], "targets": self.manifest["targets"]}
-        names = {o.name for o in session.get_outputs()}
-        wanted = {NEW + n for n in (*self.parameters, *self.state)} | {"loss"}
-        missing = (wanted if name == TRAIN else {"scores"}) - names
-        if found != expected or missing:
-            wrong = sorted(missing) or sorted(
-                k for k in found.keys() | expected.keys() if found.get(k) != expected.get(k)
-            )
-            raise Unusable(f"{MANIFEST} does not fit {name}: {wrong[0]}")
+            state = {n: (s, own) for n, s in self.state.items()}
+            outputs = {NEW + n: made for n, made in (inputs | state).items() if n != "images"}
+            outputs |= {"loss": ([], own)}
+            inputs |= state | {"rate": ([], own), "targets": (targets, "tensor(int64)")}
+        else:
+            outputs = {"scores": ([images[0], self.manifest["outputs"], *targets[1:]], own)}
+        for found, expected in (
+            (_described(session.get_inputs()), inputs),
+            (_described(session.get_outputs()), outputs),
+        ):
+            names = sorted(found.keys() | expected.keys())
+            wrong = [n for n in names if found.get(n) != expected.get(n)]
+            if wrong:
+                raise Unusable(f"{MANIFEST} does not fit {name}: {wrong[0]}")
+
+
+def _described(tensors) -> dict[str, tuple[list[int | None], str]]:
+    """Shape and type by name; a size that is free is None."""
+    return {t.name: ([s if isinstance(s, int) else None for s in t.shape], t.type) for t in tensors}
 
 
 def _manifest(path: Path) -> dict:
@@ -125,23 +143,18 @@ def _manifest(path: Path) -> dict:
         ) from error
     except (OSError, ValueError) as error:
         raise Unusable(f"{path} cannot be read: {error}") from error
-    needed = (
-        "format",
-        "files",
-        "parameters",
-        "state",
-        "dtype",
-        "images",
-        "targets",
-        "task",
-        "frozen",
-        "state_in_place",
-    )
-    missing = [key for key in needed if key not in found] if isinstance(found, dict) else needed
-    if missing:
-        raise Unusable(f"{path} is no manifest of an export: it has no {missing[0]!r}")
+    if not isinstance(found, dict) or not isinstance(found.get("format"), int):
+        raise Unusable(f"{path} is no manifest of an export: it has no 'format'")
     if found["format"] != FORMAT:
         raise Unusable(f"{path} has format {found['format']}, and this program reads {FORMAT}")
+    for key, kind in NEEDED.items():
+        if not isinstance(found.get(key), kind):
+            raise Unusable(f"{path} is no manifest of an export: it has no {key!r}")
+    if found["dtype"] not in TYPES or len(found["images"]) != 4 or not found["targets"]:
+        raise Unusable(f"{path} is no manifest of an export: its sizes or types are none")
+    for name in (TRAIN, PREDICT, PARAMETERS, CONSTANTS):
+        if name not in found["files"]:
+            raise Unusable(f"{path} is no manifest of an export: it has no hash of {name}")
     return found
 
 

@@ -8,35 +8,78 @@ from collections.abc import Callable
 from gradfilter_device.exported import Unusable
 
 MIB = 2**20
+SHARE = 0.95  # of a limit that a batch is chosen for; the rest is for larger pictures
 
 
 def peak() -> int:
-    """Most bytes that this process was ever resident with."""
-    import resource
-
+    """Most bytes that this process was resident with, since `forget` where that works."""
+    if (found := _status("VmHWM")) is not None:
+        return found
+    try:
+        import resource
+    except ImportError as error:  # Windows
+        raise Unusable("the memory of a process cannot be measured on this system") from error
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def resident() -> int:
+    """Bytes that this process is resident with now; where nothing tells, the most it ever was."""
+    found = _status("VmRSS")
+    return peak() if found is None else found
+
+
+def forget() -> None:
+    """Let `peak` begin anew; only Linux can."""
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+    except OSError:
+        pass
+
+
+def _status(name: str) -> int | None:
+    """A size that Linux tells; unlike getrusage's it is not that of the process that forked."""
+    try:
+        with open("/proc/self/status", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith(f"{name}:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
 
 
 def fitting(limit: int, asked: int, fixed: bool, step: Callable[[int], None]) -> int:
     """The largest batch of at most `asked` images whose step stays below the limit.
 
-    `step(n)` takes a trial step of n images. What an image adds is measured between 1 and 2, and
-    the answer tried out; a limit that not even the smallest step keeps is refused.
+    `step(n)` takes a trial step of n images. From 1 on the number is doubled at most, as far as
+    what the last images added lets expect to fit; a batch that was not tried out is not given. A
+    limit that not even the smallest step keeps is refused.
     """
-    smallest = asked if fixed else 1
-    step(smallest)
-    one = peak()
-    if one > limit:
+    loaded, before = peak(), resident()
+    count = asked if fixed else 1
+    used = _used(step, count)
+    if (most := max(loaded, used)) > limit:
         raise Unusable(
-            f"a step of {smallest} images takes {one / MIB:.0f} MB, and the limit is "
-            f"{limit / MIB:.0f} MB" + ("; export with a smaller batch" if fixed else "")
+            f"a step of {count} images takes {most / MIB:.0f} MB, and the limit is "
+            f"{limit / MIB:.0f} MB" + ("; smaller batches cannot be had here" if count > 1 else "")
         )
-    if fixed or asked == 1:
-        return asked
-    step(2)
-    each = max(peak() - one, 1)
-    return max(1, min(asked, 1 + int((limit - one) * MARGIN / each)))
+    # the first step also takes what does not grow with the images: gradients, libraries' own
+    each = (used - before) / 2
+    while count < asked:
+        more = min(count, asked - count, int((SHARE * limit - used) / max(each, 1)))
+        if more < 1:
+            break
+        now = _used(step, count + more)
+        if now > SHARE * limit:
+            break
+        each = (now - used) / more
+        count, used = count + more, now
+    return count
 
 
-MARGIN = 0.9  # of what is left, for what does not grow evenly
+def _used(step: Callable[[int], None], count: int) -> int:
+    forget()
+    step(count)
+    return peak()

@@ -7,6 +7,7 @@ on; the same files are held out.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from pathlib import Path
 
@@ -20,7 +21,7 @@ TESTS = ("test", "val", "valid")  # the first that has pictures is tested on
 SHARE = 0.2  # of a folder without such a part
 CENTRE = 7 / 8  # share of a photograph's short side that is looked at
 SMALL = 64  # pixels a side; of such pictures all is looked at
-MASKS = "masks"  # a folder beside the pictures of a segmentation task
+IMAGES, MASKS = "images", "masks"  # folders side by side of a segmentation task
 NOTHING = -100  # a label that has no part in the loss
 
 Example = tuple[Path, int | Path]  # a picture, and its class or its mask
@@ -34,26 +35,39 @@ def open_folder(root: Path, classes: list[str], masks: bool) -> tuple[list[Examp
     """What is to train on and what to test on."""
     if not root.is_dir():
         raise Unusable(f"{root} is no folder")
-    train = class_files(root, "train") if not masks else mask_files(root / "train")
     read = mask_files if masks else class_files
-    tests = (mask_files(root / part) if masks else class_files(root, part) for part in TESTS)
-    test = next(filter(None, tests), {}) if train else {}
+    train = read(root, "train")
+    test = next(filter(None, (read(root, part) for part in TESTS)), {}) if train else {}
     if not test:
-        train, test = hold_out(train or (read(root) if masks else read(root, "")))
+        train, test = hold_out(train or read(root, ""))
     if not train:
-        told = (
-            "pictures with masks/ beside them" if masks else "a folder of pictures for each class"
-        )
+        told = "images/ with masks/ beside it" if masks else "a folder of pictures for each class"
         raise Unusable(f"{root}: there is no picture to train on; needed: {told}")
+    if not test:
+        raise Unusable(f"{root}: there is no picture to test on; needed: two of a class, or test/")
     if masks:
         return pairs(root, train), pairs(root, test)
-    number = {name: i for i, name in enumerate(classes)}
-    for name in (*train, *test):
-        if name not in number:
+    number = numbers(root, [*train, *test], classes)
+    return labelled(root, train, number), labelled(root, test, number)
+
+
+def numbers(root: Path, folders: list[str], classes: list[str]) -> dict[str, int]:
+    """Which class of the network a folder is, by its name or the one `cat_to_name.json` gives."""
+    table, names = root / "cat_to_name.json", {}
+    if table.is_file():
+        try:
+            names = dict(json.loads(table.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise Unusable(f"{table}: should be {{folder: name}}, but {error}") from error
+    found = {}
+    for folder in folders:
+        name = str(names.get(folder) or names.get(folder.lstrip("0"), folder))
+        if name not in classes:
             raise Unusable(
                 f"{root}: class {name!r} is none of the network's {len(classes)} classes"
             )
-    return labelled(root, train, number), labelled(root, test, number)
+        found[folder] = classes.index(name)
+    return found
 
 
 def labelled(root: Path, files: dict[str, list[str]], number: dict[str, int]) -> list[Example]:
@@ -82,22 +96,27 @@ def is_picture(file: str) -> bool:
     return file.lower().endswith(PICTURES) and not file.startswith(".")
 
 
-def mask_files(folder: Path) -> dict[str, list[str]]:
-    """Pictures of `images/` whose mask of the same stem lies in `masks/`, as one class."""
-    try:
-        names = sorted(e.name for e in os.scandir(folder / "images") if is_picture(e.name))
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    kept = [f"{folder}/images/{n}" for n in names if mask_of(folder / "images" / n).is_file()]
-    return {MASKS: kept} if kept else {}
+def mask_files(root: Path, part: str) -> dict[str, list[str]]:
+    """Pictures of `images/`, or of `part` itself, that have a mask; as one class."""
+    for place in (Path(part, IMAGES), Path(part)) if part else (Path(IMAGES),):
+        try:
+            names = sorted(e.name for e in os.scandir(root / place) if is_picture(e.name))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if kept := [n for n in names if mask_of(root / place / n).is_file()]:
+            return {MASKS: [f"{place.as_posix()}/{n}" for n in kept]}
+    return {}
 
 
 def mask_of(picture: Path) -> Path:
-    return picture.parent.parent / MASKS / f"{picture.stem}.png"
+    """A PNG of the same stem: in `masks/` for `images/`, in `trainannot/` for `train/`."""
+    folder = picture.parent
+    beside = MASKS if folder.name == IMAGES else f"{folder.name}annot"
+    return folder.parent / beside / f"{picture.stem}.png"
 
 
 def pairs(root: Path, files: dict[str, list[str]]) -> list[Example]:
-    return [(Path(path), mask_of(Path(path))) for paths in files.values() for path in paths]
+    return [(root / path, mask_of(root / path)) for paths in files.values() for path in paths]
 
 
 def hold_out(files: dict[str, list[str]]) -> tuple[dict, dict]:
@@ -132,6 +151,8 @@ def picture(path: Path) -> Image.Image:
 def rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):  # 16 bits of grey, which convert() would clip to 8
         image = Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
+    if image.mode == "F":
+        raise ValueError("its pixels are fractions of unknown range")
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         image = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
@@ -155,11 +176,14 @@ def mask(path: Path, size: tuple[int, int], classes: int, ignore: int | None) ->
     """The classes of a mask file [H, W]; what is ignored has no part in the loss."""
     try:
         with Image.open(path) as image:
+            mode = image.mode
             stored = np.asarray(image.resize(size[::-1], Image.Resampling.NEAREST))
+    except MemoryError:
+        raise
     except Exception as error:
         raise Broken(f"{path}: {error}") from error
-    if stored.ndim != 2:
-        raise Broken(f"{path}: a mask has one byte per pixel, its class")
+    if mode not in ("L", "P", "1"):
+        raise Broken(f"{path}: a mask has one byte per pixel, its class; this one is {mode}")
     found = stored.astype(np.int64)
     if ignore is not None:
         found[found == ignore] = NOTHING

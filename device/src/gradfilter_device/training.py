@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import math
-import os
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +16,15 @@ import numpy as np
 from gradfilter_device import checkpoint, memory
 from gradfilter_device.exported import PREDICT, Exported, Unusable, Values
 from gradfilter_device.feeding import Batch, Feeder, open_examples
+from gradfilter_device.interrupts import interrupts
+from gradfilter_device.photos import Example
 from gradfilter_device.screen import Line
 from gradfilter_device.stepping import Stepper
 
 LOG = "log.csv"
 REFERENCE_BATCH = 128  # images a step that a learning rate is given for
+TRIALS = 4  # steps until the memory that the allocator holds on to no longer grows
+UNREADABLE = "none of the pictures to train on can be read"
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,22 @@ class Options:
     warmup: float = 0.1
     seed: int = 0
     augment: bool = True
+
+    def __post_init__(self):
+        for name, least in (("epochs", 1), ("batch", 1), ("lr", 0), ("warmup", 0)):
+            value = getattr(self, name)
+            number = isinstance(value, int) or (isinstance(value, float) and least == 0)
+            if not number or not least <= value < math.inf:
+                raise Unusable(f"{name} must be a number >= {least}, not {value!r}")
+
+    @staticmethod
+    def of(recipe: dict) -> Options:
+        """By their names; refuses one that is not known."""
+        known = {f.name for f in fields(Options)}
+        for name in recipe:
+            if name not in known:
+                raise Unusable(f"the recipe of the export has {name!r}, which is not known here")
+        return Options(**recipe)
 
     def rate(self, step: int, total: int) -> float:
         """The learning rate of a step: rises over the warm-up, then falls as a cosine to 0."""
@@ -49,57 +69,74 @@ class Run:
     def __init__(self, model: Exported, data: Path, folder: Path, options: Options, threads: int):
         self.model, self.folder, self.threads = model, folder, threads
         self.train, self.test = open_examples(model, data)
-        self.options, self.step, self.rows, self.skipped = options, 0, [], []
+        self.pictures = _digest(self.train, data)
+        self.options = self.asked = options
+        self.step, self.rows, self.skipped = 0, [], []
         self.most: int | None = None  # bytes
         self.sums = [0.0, 0]  # of losses since the last evaluation, and their number
+        _make(folder)
         values = self._resume()
         self.resumed = values is not None
         self.stepper = Stepper(model, threads, model.start() if values is None else values)
 
+    @property
+    def per_epoch(self) -> int:
+        return -(-len(self.train) // self.options.batch)
+
+    @property
+    def total(self) -> int:
+        return self.options.epochs * self.per_epoch
+
+    def agree(self, given: dict) -> None:
+        """Refuse options that a run which goes on was not started with."""
+        for name, value in given.items():
+            if self.resumed and getattr(self.asked, name) != value:
+                raise Unusable(
+                    f"the run in {self.folder} was started with {name} "
+                    f"{getattr(self.asked, name)}; leave that out, or give another --run"
+                )
+
     def limit(self, limit: int) -> None:
         """Keep the whole process below so many bytes, by a smaller batch if need be."""
-        o, fixed = self.options, self.model.batch is not None
-        found = memory.fitting(limit, o.batch, fixed, self._trial)
-        if found < o.batch and self.resumed:
-            raise Unusable(f"this run has batches of {o.batch}; that many do not fit the limit")
+        o, fixed = self.options, self.model.batch is not None or self.resumed
+        if self.step >= self.total:
+            return
+        found = memory.fitting(limit, o.batch, fixed, self._trial())
         if found < o.batch:
             print(
-                f"batches of {found} instead of {o.batch}, for {limit / memory.MIB:.0f} MB in all"
+                f"batches of {found} instead of {o.batch}, for {limit / memory.MIB:.0f} MB in all",
+                flush=True,
             )
-            self.options = Options(**asdict(o) | {"batch": found})
+            self.options = replace(o, batch=found)
         self.most = limit
         # the trial steps have moved the optimizer's state
-        found = checkpoint.latest(self.folder)
-        self.stepper.load(self.model.start() if found is None else found[0])
+        saved = checkpoint.latest(self.folder)
+        self.stepper.load(self.model.start() if saved is None else saved[0])
+        memory.forget()
 
     def go(self, save_every: float) -> None:
         """Train to the end; saves at every epoch and every so many minutes."""
-        per_epoch = -(-len(self.train) // self.options.batch)
-        total, saved = self.options.epochs * per_epoch, time.monotonic()
         feeder = Feeder(self.model, self.train, self.options.seed, self.options.augment)
         feeder.skipped = self.skipped
-        line = Line("training", total)
-        try:
-            while self.step < total:
-                epoch, within = divmod(self.step, per_epoch)
+        line, saved = Line("training", self.total), time.monotonic()
+        with interrupts() as stop:
+            while self.step < self.total:
+                epoch, within = divmod(self.step, self.per_epoch)
                 batch = feeder.batch(epoch, within, self.options.batch)
-                self._take(batch, self.options.rate(self.step, total))
+                self._take(batch, self.options.rate(self.step, self.total))
                 self.step += 1
                 self._check_memory()
                 line.show(self.step, f"loss {self.sums[0] / max(1, self.sums[1]):.3f}")
-                if self.step % per_epoch == 0 or self.step == total:
+                if self.step % self.per_epoch == 0:
                     line.end()
-                    self._evaluate(per_epoch)
+                    self._evaluate()
                     saved = time.monotonic()
-                elif time.monotonic() - saved > 60 * save_every:
+                elif stop or time.monotonic() - saved > 60 * save_every:
                     self._save()
                     saved = time.monotonic()
-        except KeyboardInterrupt:
-            line.end()
-            self._save()
-            raise
-        finally:
-            line.end()
+                if stop and self.step < self.total:
+                    line.end()
+                    raise KeyboardInterrupt("saved; the same command goes on")
 
     def _take(self, batch: Batch | None, rate: float) -> None:
         """One step; a batch in which every picture is broken is none."""
@@ -107,10 +144,7 @@ class Run:
             return
         loss = self.stepper.step(batch.images, batch.targets, rate)
         if not math.isfinite(loss):
-            raise Unusable(
-                f"the loss stopped being a number at step {self.step + 1}; remove {self.folder} "
-                f"and try a smaller --lr (now {self.options.lr:g})"
-            )
+            raise Unusable(self._diverged("the loss", self.step + 1))
         self.sums = [self.sums[0] + loss, self.sums[1] + 1]
 
     def _check_memory(self) -> None:
@@ -121,17 +155,36 @@ class Run:
                 f"{self.most / memory.MIB:.0f} MB; the run is saved"
             )
 
-    def _trial(self, count: int) -> None:
-        shape, targets = self.model.manifest["images"], self.model.manifest["targets"]
-        images = np.zeros((count, *shape[1:]), self.model.dtype)
-        self.stepper.step(images, np.zeros((count, *targets[1:]), np.int64), 0.0)
-
-    def _evaluate(self, per_epoch: int) -> None:
-        """Test, add a row, keep the best, save."""
+    def _trial(self) -> Callable[[int], None]:
+        """Takes steps of so many pictures that change no parameter, and tests on them."""
+        feeder = Feeder(self.model, self.train, self.options.seed, self.options.augment)
+        feeder.skipped = self.skipped
         tester = Tester(self.model, self.stepper.values, self.threads)
-        accuracy = tester.accuracy(self.test, self.options.batch)
+
+        def step(count: int) -> None:
+            found = feeder.read(i % len(self.train) for i in range(count))
+            if found is None:
+                raise Unusable(UNREADABLE)
+            # broken ones are made up for
+            images, targets = (
+                np.resize(a, (count, *a.shape[1:])) for a in (found.images, found.targets)
+            )
+            del found
+            for _ in range(TRIALS):
+                self.stepper.step(images, targets, 0.0)
+                tester.scores(images)
+
+        return step
+
+    def _evaluate(self) -> None:
+        """Test, add a row, keep the best, save."""
+        if not self.sums[1]:
+            raise Unusable(UNREADABLE)
+        self._check_numbers()
+        tester = Tester(self.model, self.stepper.values, self.threads)
+        accuracy = tester.accuracy(self.test, self.options.batch, self.skipped)
         self.rows.append({
-            "epoch": self.step / per_epoch,
+            "epoch": self.step / self.per_epoch,
             "step": self.step,
             "loss": self.sums[0] / max(1, self.sums[1]),
             "accuracy": accuracy,
@@ -144,8 +197,8 @@ class Run:
         if accuracy >= max(r["accuracy"] for r in self.rows):
             own = {name: self.stepper.values[name] for name in self.model.parameters}
             checkpoint.save(self.folder / checkpoint.BEST, own, self._about())
-        self._save()
         self._log()
+        self._save()
 
     def _about(self) -> dict:
         return {
@@ -155,10 +208,24 @@ class Run:
             "skipped": self.skipped,
             "options": asdict(self.options),
             "export": self.model.digest,
-            "pictures": [str(path) for path, _ in self.train][:1] + [len(self.train)],
+            "asked": asdict(self.asked),
+            "pictures": self.pictures,
         }
 
+    def _check_numbers(self) -> None:
+        """Refuse parameters that the last step has ruined: its loss is of those before."""
+        for name in self.model.parameters:
+            if not np.isfinite(self.stepper.values[name]).all():
+                raise Unusable(self._diverged(name, self.step))
+
+    def _diverged(self, what: str, step: int) -> str:
+        return (
+            f"{what} stopped being a number at step {step}; remove {self.folder} "
+            f"and try a smaller --lr (now {self.options.lr:g})"
+        )
+
     def _save(self) -> None:
+        self._check_numbers()
         last, previous = (self.folder / n for n in (checkpoint.LAST, checkpoint.PREVIOUS))
         checkpoint.save(last, self.stepper.values, self._about(), previous)
 
@@ -170,7 +237,11 @@ class Run:
         values, about = found
         if about["export"] != self.model.digest:
             raise Unusable(f"the run in {self.folder} is of another export; give another --run")
-        self.options = Options(**about["options"])
+        if about["pictures"] != self.pictures:
+            raise Unusable(
+                f"the run in {self.folder} began with other pictures; give another --run"
+            )
+        self.options, self.asked = (Options(**about[key]) for key in ("options", "asked"))
         self.step, self.rows = about["step"], about["rows"]
         self.sums, self.skipped = about["sums"], about["skipped"]
         print(f"going on after step {self.step}", flush=True)
@@ -182,9 +253,24 @@ class Run:
         writer = csv.DictWriter(text, list(self.rows[0]))
         writer.writeheader()
         writer.writerows(self.rows)
-        new = self.folder / (LOG + ".new")
-        new.write_text(text.getvalue())
-        os.replace(new, self.folder / LOG)
+        checkpoint.put(self.folder / LOG, lambda file: file.write(text.getvalue().encode()))
+
+
+def _make(folder: Path) -> None:
+    """Make the folder of a run, before any time is spent on it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Unusable(f"cannot make the folder {folder}: {error.strerror or error}") from error
+
+
+def _digest(examples: list[Example], data: Path) -> str:
+    """Tells the pictures of a run from others, wherever their folder lies."""
+    told = [
+        (path.relative_to(data).as_posix(), None if isinstance(target, Path) else target)
+        for path, target in examples
+    ]
+    return hashlib.sha256(repr(told).encode(errors="surrogateescape")).hexdigest()
 
 
 class Tester:
@@ -206,16 +292,19 @@ class Tester:
             parts.append(found[: len(part)])
         return np.concatenate(parts)
 
-    def accuracy(self, examples: list, batch: int) -> float:
+    def accuracy(self, examples: list[Example], batch: int, skipped: list[str]) -> float:
         """Share of the pictures, or of the pixels of masks, that are right."""
         right = count = 0
         feeder = Feeder(self.model, examples, 0, False)
+        feeder.skipped = skipped
         for part in _batches(feeder, batch):
             found = self.scores(part.images).argmax(1)
             known = part.targets >= 0
             right += int(((found == part.targets) & known).sum())
             count += int(known.sum())
-        return right / max(1, count)
+        if not count:
+            raise Unusable("none of the pictures to test on can be read")
+        return right / count
 
 
 def _batches(feeder: Feeder, batch: int) -> Iterator[Batch]:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+RECIPE = ("lr", "warmup", "batch", "epochs", "seed")
+
 
 @dataclass(frozen=True)
 class Runner:
@@ -21,6 +23,20 @@ class Runner:
     classes: tuple[str, ...]
     ignore: int | None = None
     recipe: dict | None = None
+
+    def check(self, images: Tensor, targets: Tensor, outputs: int) -> None:
+        """Refuse what a runner could not feed to the network."""
+        if len(self.classes) != outputs:
+            raise ValueError(
+                f"export: the runner has {len(self.classes)} classes, the model {outputs} outputs"
+            )
+        if images.shape[1] != 3:
+            raise ValueError("export: a runner feeds images of 3 channels: red, green and blue")
+        if targets.ndim == 3 and targets.shape[1:] != images.shape[2:]:
+            raise ValueError("export: a runner feeds masks of the size of the images")
+        for name in self.recipe or {}:
+            if name not in RECIPE:
+                raise ValueError(f"export: a recipe has {', '.join(RECIPE)}, and no {name!r}")
 
     def about(self) -> dict:
         """As the manifest has it."""

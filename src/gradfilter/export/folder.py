@@ -84,6 +84,8 @@ class Export:
         return graph
 
     def write(self, path: Path, runner: Runner | None) -> Path:
+        if runner is not None:
+            runner.check(self.example, self.target, self.predict.outputs[0][1].shape[1])
         path.mkdir(parents=True, exist_ok=True)
         store = write.Constants(path / CONSTANTS)
         for name, graph in ((TRAIN, self.train), (PREDICT, self.predict)):

@@ -97,8 +97,9 @@ def understood(optimizer: torch.optim.Optimizer | Optimizer | None) -> Optimizer
             f"export: the optimizer must be torch.optim.SGD or AdamW, got {optimizer!r}"
         )
     read = kinds[type(optimizer)]
-    found = {read(group) for group in optimizer.param_groups}
-    if len(found) > 1:
+    groups = optimizer.param_groups
+    found = {read(group) for group in groups}
+    if len(found) > 1 or len({float(group["lr"]) for group in groups}) > 1:
         raise ValueError("export: all groups of the optimizer must have the same settings")
     return found.pop()
 

@@ -110,6 +110,9 @@ class Recorder(TorchDispatchMode):
         if func in decompositions():
             with self:
                 return decompositions()[func](*args, **kwargs)
+        if (plain := _plain(func)) in decompositions():
+            with self:
+                return args[0].copy_(decompositions()[plain](*args, **kwargs))
         if func not in WHOLE:
             with self:  # what is made of other operators is seen as those
                 found = func.decompose(*args, **kwargs)
@@ -173,6 +176,13 @@ class Recorder(TorchDispatchMode):
 
     def _call(self, func, *args, like: Tensor) -> Result:
         return Result(self.add(func, args, {}, [like]))
+
+
+def _plain(func):
+    """aten.silu for aten.silu_, which writes in place; None for what does not."""
+    name = func._schema.name.rpartition("::")[2]
+    packet = getattr(aten, name[:-1], None) if name[-1] == "_" else None
+    return getattr(packet, func._overloadname, None)
 
 
 def _part(t: Tensor, whole: Tensor) -> tuple[int, int, int] | None:

@@ -7,13 +7,11 @@ from pathlib import Path
 import torch
 
 import gradfilter as gf
-from gradfilter.export import Runner
+from gradfilter.export import RECIPE, Runner
 from gradfilter.recipes import parallel
 from gradfilter.recipes.evaluation import load
 from gradfilter.recipes.parallel import World
 from gradfilter.recipes.trainer import Trainer
-
-RECIPE = ("lr", "warmup", "batch", "epochs", "seed")
 
 
 def export(out: Path, to: Path, *, which: str = "best", batch: int | None = None) -> Path:

@@ -1,0 +1,32 @@
+"""Ctrl-C and SIGTERM as a wish, heard between two steps."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def interrupts() -> Iterator[list[int]]:
+    """The signals that came; a second Ctrl-C gets through at once.
+
+    In the middle of a step half of the tensors are old: nothing could be saved there.
+    """
+    asked: list[int] = []
+
+    def note(number, frame):
+        if number == signal.SIGINT and number in asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
