@@ -106,6 +106,8 @@ MISTAKES = [
     ("federate --data {photos} --simulate 0", "whole number"),
     ("federate --data {photos} --simulate 2 --strategy fedsgd", "invalid choice"),
     ("federate --data {photos} --simulate 2 --fraction 0", "0 of the clients"),
+    ("federate --data {photos} --simulate 2 --strategy fedprox --capture", "no capture"),
+    ("federate --data {photos} --simulate 2 --strategy fedadam --norm batch", "norm: frozen"),
     ("federate --data nowhere --simulate 2", "nowhere"),
     ("federate --data {photos} --simulate 2 --method galerkn", "did you mean"),
     ("federate --data {photos} --simulate 2 --in-process --last 99", "last=99"),

@@ -98,10 +98,14 @@ def of(options: dict[str, object], base: Both | None = None) -> Both:
     settings, federation = base or (Settings(**DEFAULTS), Federation())
     options = named(options, names())
     mine = {f.name for f in fields(Federation)}
-    return (
-        settings.changed(**{k: v for k, v in options.items() if k not in mine}),
-        replace(federation, **{k: v for k, v in options.items() if k in mine}),
-    )
+    settings = settings.changed(**{k: v for k, v in options.items() if k not in mine})
+    federation = replace(federation, **{k: v for k, v in options.items() if k in mine})
+    if settings.capture and federation.strategy == "fedprox":
+        raise ValueError("fedprox changes every gradient, which a recorded step cannot: no capture")
+    if settings.norm == "batch" and federation.strategy == "fedadam":
+        # Adam's step has the server's rate whatever the change: a variance would go below zero.
+        raise ValueError("fedadam cannot step batch-norm statistics: norm: frozen")
+    return settings, federation
 
 
 def resumed(options: dict[str, object], before: Both) -> Both:
