@@ -131,6 +131,14 @@ def test_a_run_that_stopped_goes_on_as_if_it_had_not(strategy, photos, tmp_path)
     assert tiny.same(tiny.weights(tmp_path / "run"), tiny.weights(tmp_path / "whole"))
 
 
+def test_a_kill_between_two_renames_loses_one_round_at_most(photos, tmp_path):
+    out = tmp_path / "run"
+    run(asked(photos, out))
+    (out / "last.pt").unlink()
+    run(asked(photos, out, rounds=4))
+    assert "going on after round 2 of 4" in (out / "log.txt").read_text()
+
+
 def test_a_share_of_the_clients(photos, tmp_path):
     run(asked(photos, tmp_path / "run", fraction=0.67))
     assert len(rows(tmp_path / "run")) == 6

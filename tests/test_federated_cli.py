@@ -80,6 +80,16 @@ def test_stop_and_resume(photos, tmp_path, monkeypatch, capsys):
     assert tiny.same(tiny.weights(tmp_path / "whole"), tiny.weights(tmp_path / "run"))
 
 
+def test_a_run_goes_on_where_it_was_moved_to(photos, tmp_path, monkeypatch):
+    out, moved = tmp_path / "run", tmp_path / "moved"
+    assert federate("--data", photos, "--out", out) == 0
+    out.rename(moved)
+    monkeypatch.chdir(photos.parent)  # the same pictures by another name
+    assert gradfilter("federate", "--resume", moved, "--rounds", 3, "--data", photos.name) == 0
+    assert json.loads((moved / "result.json").read_text())["rounds"] == 3
+    assert not out.exists()
+
+
 def test_more_rounds_later(photos, tmp_path):
     out = tmp_path / "run"
     assert federate("--data", photos, "--out", out) == 0

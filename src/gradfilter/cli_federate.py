@@ -25,7 +25,8 @@ def federate(args: argparse.Namespace) -> None:
             path = Path(args.resume) / recording.CONFIG
             if not path.is_file():
                 raise UserError(f"{args.resume} holds no run: there is no {recording.CONFIG} in it")
-            both = settings.resumed(config | given, settings.load(path))
+            here = {"out": str(Path(args.resume).absolute())}  # it may have been moved
+            both = settings.resumed(config | given, settings.of(here, settings.load(path)))
         try:
             launch.federate(both, resume=args.resume is not None)
         except launch.NotFinished as error:

@@ -19,7 +19,6 @@ from gradfilter.federated.settings import Both
 from gradfilter.recipes import checkpoint, recording
 from gradfilter.recipes.datasets import names, open_data
 from gradfilter.recipes.screen import Screen
-from gradfilter.recipes.training import place
 
 APP, HOME = "app", "flower"  # folders in the run's: the app as written, Flower's own files
 LOOK = 1.0  # seconds between two looks at a run that goes on elsewhere
@@ -88,14 +87,11 @@ def prepared(both: Both, resume: bool) -> Both:
     if federation.in_process and not federation.simulate:
         raise ValueError("in-process is for simulate: --simulate N")
     out = Path(settings.out) if settings.out else recording.new_folder(settings.data, "federated")
-    if not resume and (out / checkpoint.LAST).exists():
+    if not resume and checkpoint.saved(out):
         raise ValueError(f"{out} holds a run: --resume goes on with it, or change --out")
-    paths = {k: Path(v).absolute() for k in ("root", "plan") if (v := getattr(settings, k))}
-    if settings.weights not in ("library", "none"):
-        paths["weights"] = Path(settings.weights).absolute()
     if federation.keys:
         federation = replace(federation, keys=Path(federation.keys).absolute())
-    return settings.changed(data=place(settings.data), out=out.absolute(), **paths), federation
+    return options.full_paths(settings.changed(out=out)), federation
 
 
 def in_process(both: Both, screen: Screen) -> None:

@@ -239,7 +239,7 @@ class Server:
 
     def _restore(self) -> None:
         """Go back to the last finished round, where there is one."""
-        if not (self.out / checkpoint.LAST).exists():
+        if not checkpoint.saved(self.out):
             return
         found, problem = checkpoint.latest(self.out)
         if problem:

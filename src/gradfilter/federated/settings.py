@@ -110,10 +110,21 @@ def of(options: dict[str, object], base: Both | None = None) -> Both:
 
 def resumed(options: dict[str, object], before: Both) -> Both:
     """As `of`, but refuses what a run cannot change on its way."""
-    both = of(options, before)
+    settings, federation = of(options, before)
+    both = full_paths(settings), federation
     for old, new in zip(before, both, strict=True):
         keep_fixed(old, new)
     return both
+
+
+def full_paths(settings: Settings) -> Settings:
+    """The settings as other processes, and a later resumption from elsewhere, can use them."""
+    from gradfilter.recipes.training import place
+
+    paths = {k: Path(v).absolute() for k in ("root", "plan", "out") if (v := getattr(settings, k))}
+    if settings.weights not in ("library", "none"):
+        paths["weights"] = Path(settings.weights).absolute()
+    return settings.changed(data=place(settings.data), **paths)
 
 
 def as_dict(both: Both) -> dict[str, object]:
