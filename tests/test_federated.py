@@ -144,6 +144,15 @@ def test_a_share_of_the_clients(photos, tmp_path):
     assert len(rows(tmp_path / "run")) == 6
 
 
+def test_a_resumed_run_draws_the_clients_it_would_have_drawn(photos, tmp_path):
+    options = {"fraction": 0.34, "rounds": 8, "model": "tiny"}
+    run(asked(photos, tmp_path / "whole", **options))
+    for rounds in (3, 5, 8):
+        run(asked(photos, tmp_path / "run", **options | {"rounds": rounds}))
+    drawn, whole = ([r["node"] for r in rows(tmp_path / name)] for name in ("run", "whole"))
+    assert drawn == whole and len(set(drawn)) == 3
+
+
 def test_devices_with_folders_of_their_own(photos, tmp_path):
     both = asked(photos, tmp_path / "run", rounds=1, clients=1)
     fewer = tmp_path / "fewer"
@@ -242,3 +251,4 @@ def test_a_folder_is_for_one_server(photos, tmp_path, monkeypatch):
     both = asked(photos, tmp_path / "run")
     with folder.alone(tmp_path / "run"), pytest.raises(ValueError, match="another server"):
         run(both)
+    assert not (tmp_path / "run" / "result.json").exists()  # it would end the other one

@@ -3,6 +3,7 @@
 import json
 import ssl
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,8 @@ MISTAKES = [
     ("federate --data nowhere --simulate 2", "nowhere"),
     ("federate --data {photos} --simulate 2 --method galerkn", "did you mean"),
     ("federate --data {photos} --simulate 2 --in-process --last 99", "last=99"),
+    ("federate --data {photos} --simulate 28 --in-process", "27 pictures are too few"),
+    ("federate --data {photos} --simulate 2 --in-process --alpha 0", "alpha must be above 0"),
     ("federate --data {photos} --simulate 2 --plan none.yaml", "none.yaml"),
     ("federate --data {photos} --server 127.0.0.1:1 --keys {photos}", "no ca.pem"),
     ("federate --resume {photos}", "holds no run"),
@@ -159,6 +162,29 @@ def test_a_server_that_is_not_there(photos, tmp_path, capsys):
     assert gradfilter("federate", *line) == 1
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "flwr run" in err and f"--resume {out}" in err
+
+
+def elsewhere(monkeypatch, **result):
+    """Runs go on elsewhere: they say something at once, and end with this result."""
+
+    def submit(both, link):
+        out = Path(both[0].out)
+        (out / "log.txt").write_text("first words\n")
+        (out / "result.json").write_text(json.dumps(result))
+        return "7"
+
+    monkeypatch.setattr(launch, "runtime", lambda both: nullcontext())
+    monkeypatch.setattr(launch, "submit", submit)
+
+
+def test_the_end_of_a_run_elsewhere_is_the_exit_code(photos, tmp_path, monkeypatch, capsys):
+    line = ["--data", photos, "--simulate", 2]
+    for number, result in enumerate(({"finished": True}, {"error": "x", "mistake": False})):
+        elsewhere(monkeypatch, **result)
+        assert gradfilter("federate", *line, "--out", tmp_path / str(number)) == number
+        assert capsys.readouterr().out == "first words\n"
+    elsewhere(monkeypatch, finished=False, error="no such network", mistake=True)
+    assert "no such network" in mistake(capsys, "federate", *line, "--out", tmp_path / "2")
 
 
 def test_the_app_is_one_that_flower_takes(photos, tmp_path):

@@ -155,9 +155,15 @@ def own(settings: Settings, node: dict, classes: tuple[str, ...]) -> tuple[Pictu
         return adopted(data, classes).train, str(node.get("name", Path(settings.data).name))
     if "partition-id" not in node:
         raise ValueError("this client has neither data of its own nor the number of a part")
-    part, count = int(node["partition-id"]), int(node["num-partitions"])
-    chosen = settings.changed(parts=count, part=part, test="all")
-    return parts.choose(chosen, adopted(data, classes))[0].train, str(node.get("name", part))
+    number, count = int(node["partition-id"]), int(node["num-partitions"])
+    pictures = part(settings, number, count, adopted(data, classes))
+    return pictures, str(node.get("name", number))
+
+
+def part(settings: Settings, number: int, count: int, data: Data) -> Pictures:
+    """The pictures of one of so many clients, from the split that the run asks for."""
+    chosen = settings.changed(parts=count, part=number, test="all")
+    return parts.choose(chosen, data)[0].train
 
 
 @lru_cache(maxsize=1)

@@ -14,7 +14,7 @@ from gradfilter import documents, methods
 from gradfilter.federated import flower
 from gradfilter.federated import settings as options
 from gradfilter.federated.flower import FlowerError, Link
-from gradfilter.federated.folder import LOG, PROGRESS, RESULT
+from gradfilter.federated.folder import LOG, PROGRESS, RESULT, alone
 from gradfilter.federated.settings import Both
 from gradfilter.recipes import checkpoint, recording
 from gradfilter.recipes.datasets import names, open_data
@@ -57,19 +57,26 @@ def federate(both: Both, *, resume: bool = False, quiet: bool = False) -> Path:
     both = prepared(both, resume)
     settings, federation = both
     out = Path(settings.out)
-    write_app(both)
-    documents.write(out / recording.CONFIG, options.as_dict(both))
-    (out / RESULT).unlink(missing_ok=True)
+    with alone(out):  # not under the feet of a run that is at work there
+        write_app(both)
+        documents.write(out / recording.CONFIG, options.as_dict(both))
+        (out / RESULT).unlink(missing_ok=True)
     try:
         if federation.in_process:
             in_process(both, screen)
         else:
             with flower.terminable(), runtime(both) as link:
-                follow(both, link, submit(both, link), screen)
+                watch = Watch(out, federation.rounds, screen)  # before the run says anything
+                follow(watch, link, submit(both, link))
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"stopped; {how_to_go_on(out)}") from None
     except FlowerError as error:
         raise NotFinished(f"{error}; {how_to_go_on(out)}") from error
+    except (ValueError, OSError) as error:
+        if not checkpoint.saved(out):
+            raise
+        told = " ".join(str(error).split())
+        raise ValueError(f"{told}; then {how_to_go_on(out)}") from error
     return out
 
 
@@ -152,12 +159,11 @@ def write_app(both: Both) -> Path:
     return app
 
 
-def follow(both: Both, link: Link, run: str, screen: Screen) -> None:
+def follow(watch: Watch, link: Link, run: str) -> None:
     """Show what a run says until it ends; raises where it did not finish."""
-    out, rounds = Path(both[0].out), both[1].rounds
-    watch, asked = Watch(out, rounds, screen), time.monotonic()
+    out, asked = watch.out, time.monotonic()
     try:
-        with screen.bar("rounds", rounds) as advance:
+        with watch.screen.bar("rounds", watch.rounds) as advance:
             while not (out / RESULT).exists():
                 watch.look(advance)
                 time.sleep(LOOK)
@@ -219,6 +225,8 @@ def check(out: Path, link: Link, run: str) -> None:
     if found.get("finished"):
         return
     told = found.get("error") or why(link, run) or "Flower says nothing"
+    if found.get("mistake"):
+        raise ValueError(told)
     raise NotFinished(f"the run did not finish: {told}; {how_to_go_on(out)}")
 
 
