@@ -130,6 +130,9 @@ MISTAKES = [
     ("federate --data {photos} --simulate 2 --config {photos}/c.yaml", "c.yaml"),
     ("federate-keys a", "--address"),
     ("federate-keys ../a --address x", "cannot be the name of a device"),
+    ("federate-keys .. --address x", "cannot be the name of a device"),
+    ("federate-keys a --address server.lan:8000", "no address"),
+    ("federate-keys a --address https://server.lan", "no address"),
     ("federate-server", "--keys DIR"),
     ("federate-server --keys {photos}", "has no ca.pem"),
     ("federate-client --server x:1 --part 0", "--keys DIR"),
@@ -257,5 +260,7 @@ def test_keys(tmp_path, capsys):
             handshake(context, folder, name)
     before = (folder / "pi" / "pi.key").read_bytes(), (folder / "ca.pem").read_bytes()
     assert gradfilter("federate-keys", "pi", "phone", "--out", folder) == 0
+    assert gradfilter(*line) == 0
+    assert "not for new.lan" in mistake(capsys, *line, "new.lan")
     assert (folder / "phone" / "ca.pem").read_bytes() == before[1]
     assert before == ((folder / "pi" / "pi.key").read_bytes(), (folder / "ca.pem").read_bytes())
