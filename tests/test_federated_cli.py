@@ -137,6 +137,9 @@ MISTAKES = [
     ("federate-server --keys {photos}", "has no ca.pem"),
     ("federate-client --server x:1 --part 0", "--keys DIR"),
     ("federate-client --server x:1 --insecure", "which pictures?"),
+    ("federate-client --server x:1 --insecure --part 2", "part must be 0 to 1"),
+    ("federate-client --server x:1 --insecure --data nowhere", "no folder and no data set"),
+    ("federate-client --server x:1 --insecure --part 0 --weights none.pt", "none.pt"),
     ("federate-client --server x:1 --keys {photos} --part 0", "no folder of a device"),
 ]
 
@@ -194,7 +197,8 @@ def test_the_app_is_one_that_flower_takes(photos, tmp_path):
     from flwr.cli.config_utils import load_and_validate
     from flwr.supercore.object_ref import load_app
 
-    both = settings.of({"data": str(photos), "out": str(tmp_path), "simulate": 2, "mean": "1,2,3"})
+    out = tmp_path / "résumé \N{PARTY POPPER}"
+    both = settings.of({"data": str(photos), "out": str(out), "simulate": 2, "mean": "1,2,3"})
     app = launch.write_app(both)
     config, warnings = load_and_validate(app / "pyproject.toml", check_module=True)
     found = config["tool"]["flwr"]["app"]["config"]

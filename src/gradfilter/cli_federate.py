@@ -102,27 +102,39 @@ def federate_client(args: argparse.Namespace) -> None:
     """take part with this device's pictures, until Ctrl-C"""
     from gradfilter.cli import UserError, user_errors
     from gradfilter.federated import flower, nodes
-    from gradfilter.recipes.training import place
 
     if args.keys is None and not args.insecure:
         raise UserError("--keys DIR (this device's own), or --insecure where the server is")
     if (args.data is None) == (args.part is None):
         raise UserError("which pictures? --data FOLDER of its own, or --part I --parts N")
-    name = args.name or (args.keys.resolve().name if args.keys else None)
-    node = {"name": name, "weights": args.weights, "device": args.device}
-    if args.data is not None:
-        node["data"] = place(args.data)
-    else:
-        node |= {"partition-id": args.part, "num-partitions": args.parts}
-    node = {key: value for key, value in node.items() if value is not None}
+    if args.part is not None and args.part >= args.parts:
+        raise UserError(f"part must be 0 to {args.parts - 1} of {args.parts} parts")
     with flower.terminable():
         with user_errors(ValueError, OSError):
-            process = nodes.join(args.server, args.keys, node, args.state.absolute())
+            process = nodes.join(args.server, args.keys, own(args), args.state.absolute())
         try:
             code = process.wait()
         finally:
             flower.stop(process)
     raise SystemExit(code)
+
+
+def own(args: argparse.Namespace) -> dict[str, str | int]:
+    """What a device has of its own, as Flower hands it to the app; files by their full paths."""
+    from gradfilter.recipes.datasets import names, open_data
+    from gradfilter.recipes.training import place
+
+    name = args.name or (args.keys.resolve().name if args.keys else None)
+    node = {"name": name, "weights": args.weights, "device": args.device}
+    if args.weights not in (None, "library", "none"):
+        node["weights"] = str(Path(args.weights).resolve(strict=True))
+    if args.data is None:
+        node |= {"partition-id": args.part, "num-partitions": args.parts}
+    else:
+        node["data"] = place(args.data)
+        if args.data not in names():
+            open_data(node["data"])  # a mistake is better said now than in every round
+    return {key: value for key, value in node.items() if value is not None}
 
 
 def federate_client_arguments(parser: argparse.ArgumentParser) -> None:

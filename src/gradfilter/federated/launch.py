@@ -148,11 +148,12 @@ def submit(both: Both, link: Link) -> str:
 
 def write_app(both: Both) -> Path:
     """The Flower app over our recipe, as a folder that `flwr run` takes."""
-    lines = [f"{key} = {json.dumps(value)}" for key, value in options.to_config(both).items()]
+    config = options.to_config(both)  # TOML takes a JSON text, but not its pairs of surrogates
+    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in config.items()]
     app = Path(both[0].out) / APP
     shutil.rmtree(app, ignore_errors=True)
     app.mkdir(parents=True)
-    (app / "pyproject.toml").write_text(PROJECT + "\n".join(lines) + "\n")
+    (app / "pyproject.toml").write_text(PROJECT + "\n".join(lines) + "\n", encoding="utf-8")
     for side in ("server", "client"):
         text = f"from gradfilter.federated.app import {side} as app\n\n__all__ = ['app']\n"
         (app / f"gradfilter_{side}.py").write_text(text)
