@@ -11,7 +11,7 @@ pytest.importorskip("torchvision")
 import tiny  # noqa: E402
 from rounds import asked, rows, run, trained  # noqa: E402
 
-from gradfilter.federated import client, grid, server, settings  # noqa: E402
+from gradfilter.federated import app, client, grid, server, settings  # noqa: E402
 from gradfilter.federated.exchange import Exchange  # noqa: E402
 from gradfilter.federated.folder import Folder  # noqa: E402
 from gradfilter.recipes.screen import Screen  # noqa: E402
@@ -235,6 +235,34 @@ def test_a_plan_travels_as_text(photos, tmp_path):
     assert "0.weight" not in Exchange(client._trainer.__wrapped__(
         found[0].changed(data=""), "classification", ("a", "b", "c"), None, "none"
     ).model).tensors  # fmt: skip
+
+
+def test_runs_of_one_process_have_their_own_plans(photos, tmp_path):
+    found = []
+    for rule in ("frozen", "exact"):
+        plan = tmp_path / f"{rule}.yaml"
+        plan.write_text(f'"0": {rule}\n"[35]": exact\n')
+        config = settings.to_config(asked(photos, tmp_path / "run", plan=str(plan)))
+        context = grid.InProcess(app.client, config, grid.parts(1)).contexts[1]
+        trainer = client.ready(client.read(context)[0], "classification", ("a", "b"), -1, "none")
+        found.append(trainer.model[0].weight.requires_grad)
+    assert found == [False, True]
+
+
+@pytest.mark.parametrize("in_process, given, workers", [(False, None, 2), (True, None, None),
+                                                        (False, 5, 5)])  # fmt: skip
+def test_simulated_clients_share_the_cores(in_process, given, workers, tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "default_workers", lambda world: 16)
+    both = settings.of({"data": "x", "simulate": 9, "cpus": 2, "in_process": in_process,
+                        "workers": given})  # fmt: skip
+    context = grid.InProcess(app.client, settings.to_config(both), grid.parts(9)).contexts[1]
+    assert client.read(context)[0].workers == workers
+
+
+def test_an_option_of_another_version_is_refused(tmp_path):
+    config = settings.to_config(settings.of({"data": "x"})) | {"lr-of-the-head": 0.1}
+    with pytest.raises(ValueError, match="there is no option 'lr-of-the-head'"):
+        settings.from_config(config, tmp_path / "plan.yaml")
 
 
 def test_a_config_says_everything(tmp_path):

@@ -38,6 +38,8 @@ def spoil(reply: Message, how: str) -> Message:
         content["metrics"]["status"] = content["metrics"]["bytes_up"] = float("nan")
     elif how == "weight":
         content["metrics"]["num-examples"] = float("nan")
+    elif how == "heavy":  # of two such the sum is infinite, and the average is no number
+        content["metrics"]["num-examples"] = 1e308
     elif how == "raised":
         raise ZeroDivisionError("a bug of the client's")
     elif how == "error":
@@ -68,6 +70,7 @@ FAULTS = {
     "numbers": "dropped: not the numbers",
     "columns": "dropped: not the numbers",
     "weight": "dropped: trained on nan pictures",
+    "heavy": "dropped: trained on 1e+308 pictures",
     "raised": "failed: ZeroDivisionError: a bug of the client's",
     "error": "failed: no space left",
 }

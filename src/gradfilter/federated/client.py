@@ -21,8 +21,8 @@ from gradfilter.federated.exchange import Exchange
 from gradfilter.federated.settings import Both
 from gradfilter.recipes import parts
 from gradfilter.recipes.datasets import Data, Pictures, open_data
-from gradfilter.recipes.loading import per_epoch
-from gradfilter.recipes.parallel import deterministic
+from gradfilter.recipes.loading import default_workers, mixed, per_epoch
+from gradfilter.recipes.parallel import World, choose, deterministic
 from gradfilter.recipes.settings import Settings
 from gradfilter.recipes.trainer import Trainer
 
@@ -135,14 +135,25 @@ class proximal:
 
 def read(context: Context) -> Both:
     """The run's settings, with what this device has of its own."""
-    settings, federation = options.from_config(context.run_config, _plan_file())
+    config = context.run_config
+    settings, federation = options.from_config(config, _plan_file(config.get("plan", "")))
     here = {k: v for k, v in context.node_config.items() if k in options.OWN}
-    return settings.changed(**here), federation
+    settings = settings.changed(**here)
+    if federation.simulate and not federation.in_process and settings.workers is None:
+        # By itself a client would take all cores, which many share.
+        most = default_workers(World(choose(settings.device)))
+        settings = settings.changed(workers=min(federation.cpus, most))
+    return settings, federation
+
+
+def _plan_file(plan: str) -> Path:
+    """Where a plan goes: another one elsewhere, for trainers are known by their settings."""
+    return Path(_folder().name) / f"{mixed(plan)}.yaml"
 
 
 @lru_cache(maxsize=1)
-def _plan_file() -> Path:
-    return Path(tempfile.mkdtemp(prefix="gradfilter-")) / "plan.yaml"
+def _folder() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="gradfilter-")  # gone when the process ends
 
 
 def own(settings: Settings, node: dict, classes: tuple[str, ...]) -> tuple[Pictures, str]:

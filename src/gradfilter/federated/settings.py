@@ -153,9 +153,11 @@ def to_config(both: Both) -> dict[str, str | int | float | bool]:
 
 
 def from_config(config: dict, plan: Path) -> Both:
-    """The settings that `to_config` wrote; a plan goes into the file `plan`."""
-    known = names()
-    found = {k: v for key, v in config.items() if (k := key.replace("-", "_")) in known}
+    """The settings that `to_config` wrote; a plan goes into the file `plan`.
+
+    An option that is not known here is refused: a device of another version would train otherwise.
+    """
+    found = named(config, names())
     if found.get("plan"):
         plan.write_text(found["plan"])  # JSON is YAML too
         found["plan"] = str(plan)
