@@ -171,6 +171,19 @@ def test_devices_with_folders_of_their_own(photos, tmp_path):
     assert set(data.train.labels.tolist()) == {0, 2}
 
 
+@pytest.mark.parametrize("count", [2, 5])
+def test_a_device_may_have_pictures_of_one_class(count, photos, tmp_path):
+    mine = tmp_path / "mine" / "class2"
+    mine.mkdir(parents=True)
+    for i in range(count):
+        source = photos / "train" / "class2" / f"{i}.png"
+        (mine / f"{i}.png").write_bytes(source.read_bytes())
+    both = asked(photos, tmp_path / "run", rounds=1)
+    run(both, nodes=[{"data": str(mine.parent)}, {"data": str(photos)}])
+    status = {r["client"]: r["status"] for r in rows(tmp_path / "run")}
+    assert status == {"mine": "used", photos.name: "used"}
+
+
 def test_a_client_with_other_frozen_weights_is_told(photos, tmp_path):
     both = asked(photos, tmp_path / "run", rounds=1, last=1)
     server.Server(both, Screen(quiet=True))  # weights of the usual seed

@@ -133,7 +133,7 @@ def own(args: argparse.Namespace) -> dict[str, str | int]:
     else:
         node["data"] = place(args.data)
         if args.data not in names():
-            open_data(node["data"])  # a mistake is better said now than in every round
+            open_data(node["data"], fewest=1)  # a mistake is better said now than in every round
     return {key: value for key, value in node.items() if value is not None}
 
 

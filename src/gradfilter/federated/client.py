@@ -179,8 +179,9 @@ def part(settings: Settings, number: int, count: int, data: Data) -> Pictures:
 
 @lru_cache(maxsize=1)
 def opened(where: str, root: str | None, in_memory: bool) -> Data:
-    """Data, read once a process; a client downloads nothing."""
-    return open_data(where, root=Path(root) if root else None, download=False, cache=in_memory)
+    """Data, read once a process; a client downloads nothing, and may have one class only."""
+    place = Path(root) if root else None
+    return open_data(where, root=place, download=False, cache=in_memory, fewest=1)
 
 
 def adopted(data: Data, classes: tuple[str, ...]) -> Data:
