@@ -144,7 +144,14 @@ def federate_client_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(**dict.fromkeys(("keys", "data", "part", "name", "weights", "device")))
     add = parser.add_argument
     count = checked(sibling("recipes.settings").count)
-    add("--server", required=True, metavar="HOST:PORT", help="where federate-server listens")
+    address = checked(sibling("federated.settings").address)
+    add(
+        "--server",
+        type=address,
+        required=True,
+        metavar="HOST:PORT",
+        help="where federate-server listens",
+    )
     add(
         "--keys",
         type=Path,

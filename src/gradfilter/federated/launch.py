@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -93,12 +94,24 @@ def prepared(both: Both, resume: bool) -> Both:
         raise ValueError("where? --simulate N clients here, or --server HOST:PORT")
     if federation.in_process and not federation.simulate:
         raise ValueError("in-process is for simulate: --simulate N")
+    if federation.simulate and not federation.in_process:
+        check_resources(federation)
     out = Path(settings.out) if settings.out else recording.new_folder(settings.data, "federated")
     if not resume and checkpoint.saved(out):
         raise ValueError(f"{out} holds a run: --resume goes on with it, or change --out")
     if federation.keys:
         federation = replace(federation, keys=Path(federation.keys).absolute())
     return options.full_paths(settings.changed(out=out)), federation
+
+
+def check_resources(federation: options.Federation) -> None:
+    """Refuse clients that are larger than the machine: Flower would end without a word of why."""
+    import torch
+
+    have = {"cpus": os.cpu_count() or 1, "gpus": torch.cuda.device_count()}
+    for name, count in have.items():
+        if getattr(federation, name) > count:
+            raise ValueError(f"{name}: {getattr(federation, name):g} a client, there are {count}")
 
 
 def in_process(both: Both, screen: Screen) -> None:

@@ -37,6 +37,14 @@ HELP = {
 OWN = ("data", "root", "weights", "device", "workers", "in_memory")  # a device may have its own
 
 
+def address(value: str) -> str:
+    """Where a server listens: `HOST:PORT`."""
+    host, _, port = text(value).rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ValueError(f"{value!r} is not HOST:PORT")
+    return value
+
+
 @dataclass(frozen=True)
 class Federation:
     """Who trains, in how many rounds, and how their results become one."""
@@ -66,7 +74,7 @@ class Federation:
     cpus: int = option(1, whole, "with --simulate: cores a client", fixed=False)
     gpus: float = option(0.0, amount, "with --simulate: share of a GPU a client", fixed=False)
     server: str | None = option(
-        None, text, "address of a running server (gradfilter federate-server)", fixed=False
+        None, address, "HOST:PORT of a running server (gradfilter federate-server)", fixed=False
     )
     keys: str | None = option(
         None, text, "folder of that server's certificates (gradfilter federate-keys)", fixed=False
