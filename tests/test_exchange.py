@@ -1,7 +1,9 @@
 """What travels in federated learning: which tensors, as what, and what is refused on arrival."""
 
+import io
 import json
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -112,6 +114,14 @@ def torn(array: Array, data: bytes) -> Array:
     return Array(array.dtype, array.shape, array.stype, data)
 
 
+def header(count: int) -> bytes:
+    """The beginning of an array that says that so many numbers follow."""
+    buffer = io.BytesIO()
+    about = {"descr": "<f4", "fortran_order": False, "shape": (count,)}
+    numpy.lib.format.write_array_header_1_0(buffer, about)
+    return buffer.getvalue()
+
+
 def with_value(at: int, value: float):
     def change(flat):
         flat[at] = value
@@ -127,6 +137,8 @@ ARRAYS = {
     "shape": (lambda flat: Array(flat[None]), r"is float32 \[1, 477\]"),
     "double": (lambda flat: Array(flat.astype("float64")), "is float64"),
     "torn": (lambda flat: torn(Array(flat), Array(flat).data[:-9]), "cannot be read"),
+    "zip": (lambda flat: torn(Array(flat), b"PK\x03\x04no numbers"), "cannot be read"),
+    "endless": (lambda flat: torn(Array(flat), header(10**15)), "cannot be read"),
     "gibberish": (lambda flat: torn(Array(flat), b"no numbers"), "cannot be read"),
 }
 
@@ -156,6 +168,12 @@ def test_layouts_that_are_refused(change, says):
     layout = json.dumps(change(json.loads(exchange.layout)))
     with pytest.raises(BadArrays, match=says):
         exchange.check(exchange.record(), layout)
+
+
+def test_a_layout_without_an_end_is_refused():
+    exchange = Exchange(network())
+    with pytest.raises(BadArrays, match="not named"):
+        exchange.check(exchange.record(), "[" * 10**6)
 
 
 def test_more_arrays_than_asked_for_are_refused():

@@ -11,7 +11,7 @@ pytest.importorskip("torchvision")
 import tiny  # noqa: E402
 from rounds import asked, rows, run, trained  # noqa: E402
 
-from gradfilter.federated import client, grid, server, settings  # noqa: E402
+from gradfilter.federated import app, client, grid, server, settings  # noqa: E402
 from gradfilter.federated.exchange import Exchange  # noqa: E402
 from gradfilter.federated.folder import Folder  # noqa: E402
 from gradfilter.recipes.screen import Screen  # noqa: E402
@@ -131,9 +131,26 @@ def test_a_run_that_stopped_goes_on_as_if_it_had_not(strategy, photos, tmp_path)
     assert tiny.same(tiny.weights(tmp_path / "run"), tiny.weights(tmp_path / "whole"))
 
 
+def test_a_kill_between_two_renames_loses_one_round_at_most(photos, tmp_path):
+    out = tmp_path / "run"
+    run(asked(photos, out))
+    (out / "last.pt").unlink()
+    run(asked(photos, out, rounds=4))
+    assert "going on after round 2 of 4" in (out / "log.txt").read_text()
+
+
 def test_a_share_of_the_clients(photos, tmp_path):
     run(asked(photos, tmp_path / "run", fraction=0.67))
     assert len(rows(tmp_path / "run")) == 6
+
+
+def test_a_resumed_run_draws_the_clients_it_would_have_drawn(photos, tmp_path):
+    options = {"fraction": 0.34, "rounds": 8, "model": "tiny"}
+    run(asked(photos, tmp_path / "whole", **options))
+    for rounds in (3, 5, 8):
+        run(asked(photos, tmp_path / "run", **options | {"rounds": rounds}))
+    drawn, whole = ([r["node"] for r in rows(tmp_path / name)] for name in ("run", "whole"))
+    assert drawn == whole and len(set(drawn)) == 3
 
 
 def test_devices_with_folders_of_their_own(photos, tmp_path):
@@ -152,6 +169,19 @@ def test_devices_with_folders_of_their_own(photos, tmp_path):
     assert "classes that the server does not know: class3" in status["...000002"]
     data = client.adopted(client.opened(str(fewer), None, False), ("class0", "class1", "class2"))
     assert set(data.train.labels.tolist()) == {0, 2}
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_a_device_may_have_pictures_of_one_class(count, photos, tmp_path):
+    mine = tmp_path / "mine" / "class2"
+    mine.mkdir(parents=True)
+    for i in range(count):
+        source = photos / "train" / "class2" / f"{i}.png"
+        (mine / f"{i}.png").write_bytes(source.read_bytes())
+    both = asked(photos, tmp_path / "run", rounds=1)
+    run(both, nodes=[{"data": str(mine.parent)}, {"data": str(photos)}])
+    status = {r["client"]: r["status"] for r in rows(tmp_path / "run")}
+    assert status == {"mine": "used", photos.name: "used"}
 
 
 def test_a_client_with_other_frozen_weights_is_told(photos, tmp_path):
@@ -220,6 +250,34 @@ def test_a_plan_travels_as_text(photos, tmp_path):
     ).model).tensors  # fmt: skip
 
 
+def test_runs_of_one_process_have_their_own_plans(photos, tmp_path):
+    found = []
+    for rule in ("frozen", "exact"):
+        plan = tmp_path / f"{rule}.yaml"
+        plan.write_text(f'"0": {rule}\n"[35]": exact\n')
+        config = settings.to_config(asked(photos, tmp_path / "run", plan=str(plan)))
+        context = grid.InProcess(app.client, config, grid.parts(1)).contexts[1]
+        trainer = client.ready(client.read(context)[0], "classification", ("a", "b"), -1, "none")
+        found.append(trainer.model[0].weight.requires_grad)
+    assert found == [False, True]
+
+
+@pytest.mark.parametrize("in_process, given, workers", [(False, None, 2), (True, None, None),
+                                                        (False, 5, 5)])  # fmt: skip
+def test_simulated_clients_share_the_cores(in_process, given, workers, tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "default_workers", lambda world: 16)
+    both = settings.of({"data": "x", "simulate": 9, "cpus": 2, "in_process": in_process,
+                        "workers": given})  # fmt: skip
+    context = grid.InProcess(app.client, settings.to_config(both), grid.parts(9)).contexts[1]
+    assert client.read(context)[0].workers == workers
+
+
+def test_an_option_of_another_version_is_refused(tmp_path):
+    config = settings.to_config(settings.of({"data": "x"})) | {"lr-of-the-head": 0.1}
+    with pytest.raises(ValueError, match="there is no option 'lr-of-the-head'"):
+        settings.from_config(config, tmp_path / "plan.yaml")
+
+
 def test_a_config_says_everything(tmp_path):
     both = settings.of({"mean": "1,2,3", "rounds": 7, "data": "x", "in_memory": True})
     config = settings.to_config(both)
@@ -234,3 +292,4 @@ def test_a_folder_is_for_one_server(photos, tmp_path, monkeypatch):
     both = asked(photos, tmp_path / "run")
     with folder.alone(tmp_path / "run"), pytest.raises(ValueError, match="another server"):
         run(both)
+    assert not (tmp_path / "run" / "result.json").exists()  # it would end the other one

@@ -3,6 +3,7 @@
 import json
 import ssl
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,16 @@ def test_stop_and_resume(photos, tmp_path, monkeypatch, capsys):
     assert tiny.same(tiny.weights(tmp_path / "whole"), tiny.weights(tmp_path / "run"))
 
 
+def test_a_run_goes_on_where_it_was_moved_to(photos, tmp_path, monkeypatch):
+    out, moved = tmp_path / "run", tmp_path / "moved"
+    assert federate("--data", photos, "--out", out) == 0
+    out.rename(moved)
+    monkeypatch.chdir(photos.parent)  # the same pictures by another name
+    assert gradfilter("federate", "--resume", moved, "--rounds", 3, "--data", photos.name) == 0
+    assert json.loads((moved / "result.json").read_text())["rounds"] == 3
+    assert not out.exists()
+
+
 def test_more_rounds_later(photos, tmp_path):
     out = tmp_path / "run"
     assert federate("--data", photos, "--out", out) == 0
@@ -103,22 +114,36 @@ MISTAKES = [
     ("federate --data {photos}", "--simulate N clients here, or --server"),
     ("federate --data {photos} --simulate 2 --server x:1", "choose"),
     ("federate --data {photos} --in-process --server x:1", "--simulate N"),
+    ("federate --data {photos} --server here", "'here' is not HOST:PORT"),
+    ("federate --data {photos} --simulate 2 --cpus 100000", "cpus: 100000 a client, there are"),
+    ("federate --data {photos} --simulate 2 --gpus 1000", "gpus: 1000 a client, there are"),
     ("federate --data {photos} --simulate 0", "whole number"),
     ("federate --data {photos} --simulate 2 --strategy fedsgd", "invalid choice"),
     ("federate --data {photos} --simulate 2 --fraction 0", "0 of the clients"),
+    ("federate --data {photos} --simulate 2 --strategy fedprox --capture", "no capture"),
+    ("federate --data {photos} --simulate 2 --strategy fedadam --norm batch", "norm: frozen"),
     ("federate --data nowhere --simulate 2", "nowhere"),
     ("federate --data {photos} --simulate 2 --method galerkn", "did you mean"),
     ("federate --data {photos} --simulate 2 --in-process --last 99", "last=99"),
+    ("federate --data {photos} --simulate 28 --in-process", "27 pictures are too few"),
+    ("federate --data {photos} --simulate 2 --in-process --alpha 0", "alpha must be above 0"),
     ("federate --data {photos} --simulate 2 --plan none.yaml", "none.yaml"),
     ("federate --data {photos} --server 127.0.0.1:1 --keys {photos}", "no ca.pem"),
     ("federate --resume {photos}", "holds no run"),
     ("federate --data {photos} --simulate 2 --config {photos}/c.yaml", "c.yaml"),
     ("federate-keys a", "--address"),
     ("federate-keys ../a --address x", "cannot be the name of a device"),
+    ("federate-keys .. --address x", "cannot be the name of a device"),
+    ("federate-keys a --address server.lan:8000", "no address"),
+    ("federate-keys a --address https://server.lan", "no address"),
     ("federate-server", "--keys DIR"),
     ("federate-server --keys {photos}", "has no ca.pem"),
     ("federate-client --server x:1 --part 0", "--keys DIR"),
     ("federate-client --server x:1 --insecure", "which pictures?"),
+    ("federate-client --server x --insecure --part 0", "'x' is not HOST:PORT"),
+    ("federate-client --server x:1 --insecure --part 2", "part must be 0 to 1"),
+    ("federate-client --server x:1 --insecure --data nowhere", "no folder and no data set"),
+    ("federate-client --server x:1 --insecure --part 0 --weights none.pt", "none.pt"),
     ("federate-client --server x:1 --keys {photos} --part 0", "no folder of a device"),
 ]
 
@@ -149,11 +174,35 @@ def test_a_server_that_is_not_there(photos, tmp_path, capsys):
     assert err.count("\n") == 1 and "flwr run" in err and f"--resume {out}" in err
 
 
+def elsewhere(monkeypatch, **result):
+    """Runs go on elsewhere: they say something at once, and end with this result."""
+
+    def submit(both, link):
+        out = Path(both[0].out)
+        (out / "log.txt").write_text("first words\n")
+        (out / "result.json").write_text(json.dumps(result))
+        return "7"
+
+    monkeypatch.setattr(launch, "runtime", lambda both: nullcontext())
+    monkeypatch.setattr(launch, "submit", submit)
+
+
+def test_the_end_of_a_run_elsewhere_is_the_exit_code(photos, tmp_path, monkeypatch, capsys):
+    line = ["--data", photos, "--simulate", 2]
+    for number, result in enumerate(({"finished": True}, {"error": "x", "mistake": False})):
+        elsewhere(monkeypatch, **result)
+        assert gradfilter("federate", *line, "--out", tmp_path / str(number)) == number
+        assert capsys.readouterr().out == "first words\n"
+    elsewhere(monkeypatch, finished=False, error="no such network", mistake=True)
+    assert "no such network" in mistake(capsys, "federate", *line, "--out", tmp_path / "2")
+
+
 def test_the_app_is_one_that_flower_takes(photos, tmp_path):
     from flwr.cli.config_utils import load_and_validate
     from flwr.supercore.object_ref import load_app
 
-    both = settings.of({"data": str(photos), "out": str(tmp_path), "simulate": 2, "mean": "1,2,3"})
+    out = tmp_path / "résumé \N{PARTY POPPER}"
+    both = settings.of({"data": str(photos), "out": str(out), "simulate": 2, "mean": "1,2,3"})
     app = launch.write_app(both)
     config, warnings = load_and_validate(app / "pyproject.toml", check_module=True)
     found = config["tool"]["flwr"]["app"]["config"]
@@ -219,5 +268,7 @@ def test_keys(tmp_path, capsys):
             handshake(context, folder, name)
     before = (folder / "pi" / "pi.key").read_bytes(), (folder / "ca.pem").read_bytes()
     assert gradfilter("federate-keys", "pi", "phone", "--out", folder) == 0
+    assert gradfilter(*line) == 0
+    assert "not for new.lan" in mistake(capsys, *line, "new.lan")
     assert (folder / "phone" / "ca.pem").read_bytes() == before[1]
     assert before == ((folder / "pi" / "pi.key").read_bytes(), (folder / "ca.pem").read_bytes())

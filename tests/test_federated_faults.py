@@ -34,8 +34,12 @@ def spoil(reply: Message, how: str) -> Message:
         del content["arrays"]
     elif how == "numbers":
         del content["metrics"]["steps"]
+    elif how == "columns":
+        content["metrics"]["status"] = content["metrics"]["bytes_up"] = float("nan")
     elif how == "weight":
         content["metrics"]["num-examples"] = float("nan")
+    elif how == "heavy":  # of two such the sum is infinite, and the average is no number
+        content["metrics"]["num-examples"] = 1e308
     elif how == "raised":
         raise ZeroDivisionError("a bug of the client's")
     elif how == "error":
@@ -64,7 +68,9 @@ FAULTS = {
     "names": "dropped: other tensors than are trained: missing 0.weight",
     "nothing": "dropped: not the records",
     "numbers": "dropped: not the numbers",
+    "columns": "dropped: not the numbers",
     "weight": "dropped: trained on nan pictures",
+    "heavy": "dropped: trained on 1e+308 pictures",
     "raised": "failed: ZeroDivisionError: a bug of the client's",
     "error": "failed: no space left",
 }
@@ -91,8 +97,26 @@ def test_nobody_answers_well(photos, tmp_path):
         run(both, faulty("nan", {1, 2, 3}))
     found = json.loads((tmp_path / "run" / "result.json").read_text())
     assert found["finished"] is False and "nothing usable" in found["error"]
+    assert found["mistake"] is False and found["error"].count("no numbers") == 1
+    assert len(rows(tmp_path / "run")) == 9  # three tries, and why each answer was dropped
     run(both)  # and it can go on
     assert json.loads((tmp_path / "run" / "result.json").read_text())["finished"] is True
+
+
+def test_what_a_fruitless_try_sent_counts_too(photos, tmp_path):
+    both = asked(photos, tmp_path / "run", rounds=1)
+    calls = []
+
+    def improves(message, context):
+        calls.append(1)
+        return spoil(client.answer(message, context), "nan" if len(calls) <= 3 else "")
+
+    run(both, here=grid.InProcess(improves, settings.to_config(both), grid.parts(3)))
+    (row,) = rows(tmp_path / "run", "rounds.csv")[1:]
+    clients = rows(tmp_path / "run")
+    assert len(clients) == 6 and (row["asked"], row["used"]) == ("3", "3")
+    assert int(row["bytes"]) == sum(int(r["bytes_down"]) + int(r["bytes_up"]) for r in clients)
+    assert int(row["full_bytes"]) % 12 == 0 < int(row["full_bytes"])
 
 
 def test_a_bug_of_the_server_is_in_the_result(photos, tmp_path, monkeypatch):
@@ -103,7 +127,7 @@ def test_a_bug_of_the_server_is_in_the_result(photos, tmp_path, monkeypatch):
     with pytest.raises(RuntimeError):
         run(asked(photos, tmp_path / "run"))
     found = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert found == {"finished": False, "error": "RuntimeError: out of memory"}
+    assert found == {"finished": False, "error": "RuntimeError: out of memory", "mistake": False}
 
 
 class Moody(grid.InProcess):
@@ -143,6 +167,33 @@ def test_one_that_joins_late_takes_part_from_then_on(photos, tmp_path):
     joined = [r["round"] for r in rows(tmp_path / "run") if r["node"] == "3"]
     assert joined == ["2", "3"]
     assert "3 clients: 1 joined, 0 left" in (tmp_path / "run" / "log.txt").read_text()
+
+
+class Leaving(grid.InProcess):
+    """A grid that loses a client right after it has counted them."""
+
+    def get_node_ids(self):
+        found = list(self.contexts)
+        self.contexts.pop(3, None)
+        return found
+
+    def _run(self, message):
+        if message.metadata.dst_node_id not in self.contexts:
+            return Message(error=Error(3, "gone"), reply_to=message)
+        return super()._run(message)
+
+
+def test_one_that_leaves_while_clients_are_drawn_is_not_waited_for(photos, tmp_path, monkeypatch):
+    from flwr.serverapp.strategy import strategy_utils
+
+    def waits(_):
+        raise AssertionError("Flower waits for a client, without an end")
+
+    monkeypatch.setattr(strategy_utils, "sleep", waits)
+    both = asked(photos, tmp_path / "run", rounds=1)
+    run(both, here=Leaving(app.client, settings.to_config(both), grid.parts(3)))
+    status = {r["node"]: r["status"] for r in rows(tmp_path / "run")}
+    assert status == {"1": "used", "2": "used", "3": "failed: gone"}
 
 
 def test_too_few_clients(photos, tmp_path):

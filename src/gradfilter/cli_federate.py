@@ -25,7 +25,8 @@ def federate(args: argparse.Namespace) -> None:
             path = Path(args.resume) / recording.CONFIG
             if not path.is_file():
                 raise UserError(f"{args.resume} holds no run: there is no {recording.CONFIG} in it")
-            both = settings.resumed(config | given, settings.load(path))
+            here = {"out": str(Path(args.resume).absolute())}  # it may have been moved
+            both = settings.resumed(config | given, settings.of(here, settings.load(path)))
         try:
             launch.federate(both, resume=args.resume is not None)
         except launch.NotFinished as error:
@@ -101,27 +102,39 @@ def federate_client(args: argparse.Namespace) -> None:
     """take part with this device's pictures, until Ctrl-C"""
     from gradfilter.cli import UserError, user_errors
     from gradfilter.federated import flower, nodes
-    from gradfilter.recipes.training import place
 
     if args.keys is None and not args.insecure:
         raise UserError("--keys DIR (this device's own), or --insecure where the server is")
     if (args.data is None) == (args.part is None):
         raise UserError("which pictures? --data FOLDER of its own, or --part I --parts N")
-    name = args.name or (args.keys.resolve().name if args.keys else None)
-    node = {"name": name, "weights": args.weights, "device": args.device}
-    if args.data is not None:
-        node["data"] = place(args.data)
-    else:
-        node |= {"partition-id": args.part, "num-partitions": args.parts}
-    node = {key: value for key, value in node.items() if value is not None}
+    if args.part is not None and args.part >= args.parts:
+        raise UserError(f"part must be 0 to {args.parts - 1} of {args.parts} parts")
     with flower.terminable():
         with user_errors(ValueError, OSError):
-            process = nodes.join(args.server, args.keys, node, args.state.absolute())
+            process = nodes.join(args.server, args.keys, own(args), args.state.absolute())
         try:
             code = process.wait()
         finally:
             flower.stop(process)
     raise SystemExit(code)
+
+
+def own(args: argparse.Namespace) -> dict[str, str | int]:
+    """What a device has of its own, as Flower hands it to the app; files by their full paths."""
+    from gradfilter.recipes.datasets import names, open_data
+    from gradfilter.recipes.training import place
+
+    name = args.name or (args.keys.resolve().name if args.keys else None)
+    node = {"name": name, "weights": args.weights, "device": args.device}
+    if args.weights not in (None, "library", "none"):
+        node["weights"] = str(Path(args.weights).resolve(strict=True))
+    if args.data is None:
+        node |= {"partition-id": args.part, "num-partitions": args.parts}
+    else:
+        node["data"] = place(args.data)
+        if args.data not in names():
+            open_data(node["data"], fewest=1)  # a mistake is better said now than in every round
+    return {key: value for key, value in node.items() if value is not None}
 
 
 def federate_client_arguments(parser: argparse.ArgumentParser) -> None:
@@ -131,7 +144,14 @@ def federate_client_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(**dict.fromkeys(("keys", "data", "part", "name", "weights", "device")))
     add = parser.add_argument
     count = checked(sibling("recipes.settings").count)
-    add("--server", required=True, metavar="HOST:PORT", help="where federate-server listens")
+    address = checked(sibling("federated.settings").address)
+    add(
+        "--server",
+        type=address,
+        required=True,
+        metavar="HOST:PORT",
+        help="where federate-server listens",
+    )
     add(
         "--keys",
         type=Path,

@@ -26,6 +26,6 @@ def train(message: Message, context: Context) -> Message:
 @server.main()
 def main(grid: Grid, context: Context) -> None:
     """A run as its config says, in its folder."""
-    plan = Path(tempfile.mkdtemp(prefix="gradfilter-")) / "plan.yaml"
-    both = settings.from_config(context.run_config, plan)
-    serve(both, Screen(quiet=True), grid)  # whoever started the run reads the folder
+    with tempfile.TemporaryDirectory(prefix="gradfilter-") as folder:
+        both = settings.from_config(context.run_config, Path(folder) / "plan.yaml")
+        serve(both, Screen(quiet=True), grid)  # whoever started the run reads the folder

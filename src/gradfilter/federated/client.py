@@ -21,8 +21,8 @@ from gradfilter.federated.exchange import Exchange
 from gradfilter.federated.settings import Both
 from gradfilter.recipes import parts
 from gradfilter.recipes.datasets import Data, Pictures, open_data
-from gradfilter.recipes.loading import per_epoch
-from gradfilter.recipes.parallel import deterministic
+from gradfilter.recipes.loading import default_workers, mixed, per_epoch
+from gradfilter.recipes.parallel import World, choose, deterministic
 from gradfilter.recipes.settings import Settings
 from gradfilter.recipes.trainer import Trainer
 
@@ -135,14 +135,25 @@ class proximal:
 
 def read(context: Context) -> Both:
     """The run's settings, with what this device has of its own."""
-    settings, federation = options.from_config(context.run_config, _plan_file())
+    config = context.run_config
+    settings, federation = options.from_config(config, _plan_file(config.get("plan", "")))
     here = {k: v for k, v in context.node_config.items() if k in options.OWN}
-    return settings.changed(**here), federation
+    settings = settings.changed(**here)
+    if federation.simulate and not federation.in_process and settings.workers is None:
+        # By itself a client would take all cores, which many share.
+        most = default_workers(World(choose(settings.device)))
+        settings = settings.changed(workers=min(federation.cpus, most))
+    return settings, federation
+
+
+def _plan_file(plan: str) -> Path:
+    """Where a plan goes: another one elsewhere, for trainers are known by their settings."""
+    return Path(_folder().name) / f"{mixed(plan)}.yaml"
 
 
 @lru_cache(maxsize=1)
-def _plan_file() -> Path:
-    return Path(tempfile.mkdtemp(prefix="gradfilter-")) / "plan.yaml"
+def _folder() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="gradfilter-")  # gone when the process ends
 
 
 def own(settings: Settings, node: dict, classes: tuple[str, ...]) -> tuple[Pictures, str]:
@@ -155,15 +166,22 @@ def own(settings: Settings, node: dict, classes: tuple[str, ...]) -> tuple[Pictu
         return adopted(data, classes).train, str(node.get("name", Path(settings.data).name))
     if "partition-id" not in node:
         raise ValueError("this client has neither data of its own nor the number of a part")
-    part, count = int(node["partition-id"]), int(node["num-partitions"])
-    chosen = settings.changed(parts=count, part=part, test="all")
-    return parts.choose(chosen, adopted(data, classes))[0].train, str(node.get("name", part))
+    number, count = int(node["partition-id"]), int(node["num-partitions"])
+    pictures = part(settings, number, count, adopted(data, classes))
+    return pictures, str(node.get("name", number))
+
+
+def part(settings: Settings, number: int, count: int, data: Data) -> Pictures:
+    """The pictures of one of so many clients, from the split that the run asks for."""
+    chosen = settings.changed(parts=count, part=number, test="all")
+    return parts.choose(chosen, data)[0].train
 
 
 @lru_cache(maxsize=1)
 def opened(where: str, root: str | None, in_memory: bool) -> Data:
-    """Data, read once a process; a client downloads nothing."""
-    return open_data(where, root=Path(root) if root else None, download=False, cache=in_memory)
+    """Data, read once a process; a client downloads nothing, and may have one class only."""
+    place = Path(root) if root else None
+    return open_data(where, root=place, download=False, cache=in_memory, fewest=1)
 
 
 def adopted(data: Data, classes: tuple[str, ...]) -> Data:

@@ -75,7 +75,7 @@ class Exchange:
         """Which tensors a layout has less, more or otherwise."""
         try:
             theirs = {str(name): (kind, shape) for name, kind, shape in json.loads(layout)}
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             return "they are not named"
         ours = {n: tuple(_kind(t)) for n, t in self.tensors.items()}
         told = {
@@ -83,7 +83,7 @@ class Exchange:
             "unknown": [n for n in theirs if n not in ours],
             "of another shape or kind": [n for n in ours if theirs.get(n, ours[n]) != ours[n]],
         }
-        return "; ".join(f"{what} {_some(n)}" for what, n in told.items() if n) or "another order"
+        return "; ".join(f"{what} {some(n)}" for what, n in told.items() if n) or "another order"
 
     def narrow(self, record: ArrayRecord) -> ArrayRecord:
         """The server's arrays as they travel: of the network's own kinds."""
@@ -147,7 +147,7 @@ def _check(kind: str, array: Array, count: int) -> None:
     """Refuse an array that is not so many numbers of that kind in a row."""
     try:
         found = to_tensor(array)
-    except (ValueError, TypeError, OSError, EOFError, RuntimeError) as error:
+    except Exception as error:  # any bytes may come, and a reader may fail in any way on them
         raise BadArrays(f"the array {kind} cannot be read: {error}") from error
     if _kind(found) != [kind, [count]]:
         have = " ".join(map(str, _kind(found)))
@@ -158,5 +158,6 @@ def _kind(t: Tensor) -> list:
     return [str(t.dtype).removeprefix("torch."), list(t.shape)]
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """The first few of them."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

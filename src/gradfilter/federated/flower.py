@@ -48,13 +48,13 @@ class Link:
 
     def write(self) -> None:
         """Name the server in Flower's config."""
-        secure = (
-            f'root-certificates = "{self.certificate}"' if self.certificate else "insecure = true"
-        )
+        path = json.dumps(str(self.certificate), ensure_ascii=False)
+        secure = f"root-certificates = {path}" if self.certificate else "insecure = true"
         self.home.mkdir(parents=True, exist_ok=True)
         (self.home / "config.toml").write_text(
             f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n'
-            f'address = "{self.address}"\n{secure}\n'
+            f'address = "{self.address}"\n{secure}\n',
+            encoding="utf-8",
         )
 
     def flwr(self, *arguments: str) -> dict:
@@ -176,7 +176,7 @@ def superlink(link: Link, *arguments: str, log: Path) -> Iterator[subprocess.Pop
 def await_server(link: Link, process: subprocess.Popen, log: Path) -> None:
     """Come back when the server answers."""
     host, _, port = link.address.rpartition(":")
-    host = "127.0.0.1" if host in ("0.0.0.0", "") else host
+    host = reached(host)
     deadline = time.monotonic() + START
     while time.monotonic() < deadline:
         if process.poll() is not None:
@@ -190,6 +190,22 @@ def await_server(link: Link, process: subprocess.Popen, log: Path) -> None:
             return
     why = last_line(log.read_text(errors="replace")) if log.exists() else ""
     raise FlowerError(f"the server on {link.address} did not start: {why} (see {log})")
+
+
+def reached(host: str) -> str:
+    """The address at which one listening on `host` is reached from the same machine."""
+    return "127.0.0.1" if host in ("0.0.0.0", "") else host
+
+
+def check_free(host: str, port: int) -> None:
+    """Refuse an address that cannot be listened on, or that something else listens on."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # just after a restart
+            found.bind((host, port))
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(f"cannot listen on {host}:{port}: {why}") from error
 
 
 def healthy(url: str) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from collections.abc import Iterable
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -33,14 +34,29 @@ def make(folder: Path, addresses: Iterable[str], devices: Iterable[str]) -> list
 
     Called again with more devices it makes keys for those; another address needs another folder.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    made = [] if (folder / "ca.pem").exists() else make_server(folder, list(addresses))
+    addresses, devices = list(addresses), list(devices)
     for name in devices:
-        if not name or name != Path(name).name or name in ("ca", "server"):
+        if name != Path(name).name or name.startswith(".") or name in ("", "ca", "server"):
             raise ValueError(f"{name!r} cannot be the name of a device")
+    names = [_general_name(address) for address in addresses]
+    folder.mkdir(parents=True, exist_ok=True)
+    made = []
+    if not (folder / "ca.pem").exists():
+        made += make_server(folder, addresses)
+    elif missing := [a for a, n in zip(addresses, names, strict=True) if n not in known(folder)]:
+        raise ValueError(
+            f"the certificate in {folder} is not for {', '.join(missing)}: another --out for others"
+        )
+    for name in devices:
         if not (folder / f"{name}.pub").exists():
             made += make_device(folder, name)
     return made
+
+
+def known(folder: Path) -> list[x509.GeneralName]:
+    """The addresses that the server's certificate is for."""
+    found = x509.load_pem_x509_certificate((folder / "server.pem").read_bytes())
+    return list(found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
 
 
 def make_server(folder: Path, addresses: list[str]) -> list[Path]:
@@ -128,6 +144,8 @@ def _general_name(address: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(address))
     except ValueError:
+        if not re.fullmatch(r"[\w*.-]+", address):
+            raise ValueError(f"{address!r} is no address: a host name or an IP address") from None
         return x509.DNSName(address)
 
 

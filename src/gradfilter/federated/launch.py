@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -14,12 +15,11 @@ from gradfilter import documents, methods
 from gradfilter.federated import flower
 from gradfilter.federated import settings as options
 from gradfilter.federated.flower import FlowerError, Link
-from gradfilter.federated.folder import LOG, PROGRESS, RESULT
+from gradfilter.federated.folder import LOG, PROGRESS, RESULT, alone
 from gradfilter.federated.settings import Both
 from gradfilter.recipes import checkpoint, recording
 from gradfilter.recipes.datasets import names, open_data
 from gradfilter.recipes.screen import Screen
-from gradfilter.recipes.training import place
 
 APP, HOME = "app", "flower"  # folders in the run's: the app as written, Flower's own files
 LOOK = 1.0  # seconds between two looks at a run that goes on elsewhere
@@ -58,19 +58,26 @@ def federate(both: Both, *, resume: bool = False, quiet: bool = False) -> Path:
     both = prepared(both, resume)
     settings, federation = both
     out = Path(settings.out)
-    write_app(both)
-    documents.write(out / recording.CONFIG, options.as_dict(both))
-    (out / RESULT).unlink(missing_ok=True)
+    with alone(out):  # not under the feet of a run that is at work there
+        write_app(both)
+        documents.write(out / recording.CONFIG, options.as_dict(both))
+        (out / RESULT).unlink(missing_ok=True)
     try:
         if federation.in_process:
             in_process(both, screen)
         else:
             with flower.terminable(), runtime(both) as link:
-                follow(both, link, submit(both, link), screen)
+                watch = Watch(out, federation.rounds, screen)  # before the run says anything
+                follow(watch, link, submit(both, link))
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"stopped; {how_to_go_on(out)}") from None
     except FlowerError as error:
         raise NotFinished(f"{error}; {how_to_go_on(out)}") from error
+    except (ValueError, OSError) as error:
+        if not checkpoint.saved(out):
+            raise
+        told = " ".join(str(error).split())
+        raise ValueError(f"{told}; then {how_to_go_on(out)}") from error
     return out
 
 
@@ -87,15 +94,24 @@ def prepared(both: Both, resume: bool) -> Both:
         raise ValueError("where? --simulate N clients here, or --server HOST:PORT")
     if federation.in_process and not federation.simulate:
         raise ValueError("in-process is for simulate: --simulate N")
+    if federation.simulate and not federation.in_process:
+        check_resources(federation)
     out = Path(settings.out) if settings.out else recording.new_folder(settings.data, "federated")
-    if not resume and (out / checkpoint.LAST).exists():
+    if not resume and checkpoint.saved(out):
         raise ValueError(f"{out} holds a run: --resume goes on with it, or change --out")
-    paths = {k: Path(v).absolute() for k in ("root", "plan") if (v := getattr(settings, k))}
-    if settings.weights not in ("library", "none"):
-        paths["weights"] = Path(settings.weights).absolute()
     if federation.keys:
         federation = replace(federation, keys=Path(federation.keys).absolute())
-    return settings.changed(data=place(settings.data), out=out.absolute(), **paths), federation
+    return options.full_paths(settings.changed(out=out)), federation
+
+
+def check_resources(federation: options.Federation) -> None:
+    """Refuse clients that are larger than the machine: Flower would end without a word of why."""
+    import torch
+
+    have = {"cpus": os.cpu_count() or 1, "gpus": torch.cuda.device_count()}
+    for name, count in have.items():
+        if getattr(federation, name) > count:
+            raise ValueError(f"{name}: {getattr(federation, name):g} a client, there are {count}")
 
 
 def in_process(both: Both, screen: Screen) -> None:
@@ -145,23 +161,23 @@ def submit(both: Both, link: Link) -> str:
 
 def write_app(both: Both) -> Path:
     """The Flower app over our recipe, as a folder that `flwr run` takes."""
-    lines = [f"{key} = {json.dumps(value)}" for key, value in options.to_config(both).items()]
+    config = options.to_config(both)  # TOML takes a JSON text, but not its pairs of surrogates
+    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in config.items()]
     app = Path(both[0].out) / APP
     shutil.rmtree(app, ignore_errors=True)
     app.mkdir(parents=True)
-    (app / "pyproject.toml").write_text(PROJECT + "\n".join(lines) + "\n")
+    (app / "pyproject.toml").write_text(PROJECT + "\n".join(lines) + "\n", encoding="utf-8")
     for side in ("server", "client"):
         text = f"from gradfilter.federated.app import {side} as app\n\n__all__ = ['app']\n"
         (app / f"gradfilter_{side}.py").write_text(text)
     return app
 
 
-def follow(both: Both, link: Link, run: str, screen: Screen) -> None:
+def follow(watch: Watch, link: Link, run: str) -> None:
     """Show what a run says until it ends; raises where it did not finish."""
-    out, rounds = Path(both[0].out), both[1].rounds
-    watch, asked = Watch(out, rounds, screen), time.monotonic()
+    out, asked = watch.out, time.monotonic()
     try:
-        with screen.bar("rounds", rounds) as advance:
+        with watch.screen.bar("rounds", watch.rounds) as advance:
             while not (out / RESULT).exists():
                 watch.look(advance)
                 time.sleep(LOOK)
@@ -223,6 +239,8 @@ def check(out: Path, link: Link, run: str) -> None:
     if found.get("finished"):
         return
     told = found.get("error") or why(link, run) or "Flower says nothing"
+    if found.get("mistake"):
+        raise ValueError(told)
     raise NotFinished(f"the run did not finish: {told}; {how_to_go_on(out)}")
 
 

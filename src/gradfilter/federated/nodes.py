@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 from gradfilter.federated import flower
 from gradfilter.federated.flower import FlowerError, Link
+from gradfilter.recipes.checkpoint import write
 
 LOOK = 2.0  # seconds between two looks for new keys
+TRIES = 3  # to make a device known
+DEVICES = "devices.json"  # beside the server's database: the number of each device in it
 
 
 def serve(
@@ -23,6 +27,7 @@ def serve(
     """
     state = state.absolute()
     state.mkdir(parents=True, exist_ok=True)
+    flower.check_free(host, port)
     line = ["--database", str(state / "superlink.db")]
     if keys:
         keys = keys.absolute()
@@ -30,13 +35,13 @@ def serve(
     certificate = keys / "ca.pem" if keys else None
     link = Link(f"{host}:{port}", certificate, state / "flower")
     with flower.superlink(link, *line, log=state / "superlink.log") as process:
-        here = Link(f"127.0.0.1:{port}", certificate, link.home)
+        here = Link(f"{flower.reached(host)}:{port}", certificate, link.home)
         here.write()
         say(f"serving on {host}:{port}; log: {state / 'superlink.log'}")
-        registered: set[str] = set()
+        devices = Devices(here, keys, state, say) if keys else None
         while process.poll() is None:
-            if keys:
-                register(here, keys, registered, say)
+            if devices:
+                devices.look()
             time.sleep(LOOK)
     raise FlowerError(f"the server ended by itself, see {state / 'superlink.log'}")
 
@@ -55,19 +60,54 @@ def secured(keys: Path) -> list[str]:
     return [*pairs, "--enable-supernode-auth"]
 
 
-def register(link: Link, keys: Path, registered: set[str], say: Callable[[str], None]) -> None:
-    """Make devices known whose public key is new in the folder."""
-    for path in sorted(keys.glob("*.pub")):
-        if path.name in registered:
-            continue
-        registered.add(path.name)
+class Devices:
+    """The devices that the server knows, kept as those are whose public keys lie in a folder."""
+
+    def __init__(self, link: Link, keys: Path, state: Path, say: Callable[[str], None]):
+        self.link, self.keys, self.say = link, keys, say
+        self.file = state / DEVICES
+        # The server's database outlives it, and Flower tells nodes from each other by number only.
+        self.numbers: dict[str, int] = (
+            json.loads(self.file.read_text()) if self.file.exists() else {}
+        )
+        self.done: set[str] = set()
+        self.tries: Counter[tuple[str, str]] = Counter()
+
+    def look(self) -> None:
+        """Make devices known whose key is new in the folder; forget those whose key has gone."""
+        paths = {path.stem: path for path in sorted(self.keys.glob("*.pub"))}
+        for name in [name for name in self.numbers if name not in paths]:
+            if self._attempt(name, "removed", "unregister", str(self.numbers[name])) is not None:
+                del self.numbers[name]
+                self._save()
+                self.say(f"{name} may no longer take part")
+        self.done &= paths.keys()
+        for name in [name for name in paths if name not in self.done]:
+            found = self._attempt(name, "registered", "register", str(paths[name]), "--name", name)
+            if found is not None:
+                self.numbers |= {name: found["node-id"]} if found else {}
+                self._save()
+                self.done.add(name)
+                self.say(f"{name} may take part")
+
+    def _attempt(self, name: str, what: str, verb: str, *arguments: str) -> dict | None:
+        """The answer of `flwr supernode`, {} where it did so before, None where it did not."""
+        if self.tries[name, what] == TRIES:
+            return None
         try:
-            link.flwr("supernode", "register", str(path), flower.CONNECTION, "--name", path.stem)
+            return self.link.flwr(
+                "supernode", verb, arguments[0], flower.CONNECTION, *arguments[1:]
+            )
         except FlowerError as error:
-            if "already" not in str(error):  # known from before a restart
-                say(f"{path.stem} was not registered: {error}")
-                continue
-        say(f"{path.stem} may take part")
+            if "already" in str(error) and name in self.numbers:  # known from before a restart
+                return {}
+            self.tries[name, what] += 1
+            left = "" if self.tries[name, what] < TRIES else "; not tried again before a restart"
+            self.say(f"{name} was not {what}: {error}{left}")
+            return None
+
+    def _save(self) -> None:
+        write(self.file, json.dumps(self.numbers).encode())
 
 
 def join(
@@ -91,5 +131,5 @@ def join(
         line += ["--auth-supernode-private-key", str(secret[0])]
     else:
         line += ["--insecure"]
-    config = " ".join(f"{key}={json.dumps(value)}" for key, value in node.items())
+    config = " ".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in node.items())
     return flower.start("flower-supernode", *line, "--node-config", config, home=home, log=log)

@@ -7,18 +7,21 @@ import math
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
+from gradfilter.federated import client as clients
 from gradfilter.federated import strategy
-from gradfilter.federated.client import ARRAYS, CONFIG, METRICS, WEIGHT
-from gradfilter.federated.exchange import Exchange, count_bytes, to_array, to_tensor, wide
+from gradfilter.federated.client import ARRAYS, CONFIG, METRICS, NUMBERS, WEIGHT
+from gradfilter.federated.exchange import Exchange, count_bytes, some, to_array, to_tensor, wide
 from gradfilter.federated.folder import MIB, Folder, Row, alone
 from gradfilter.federated.settings import Both
 from gradfilter.recipes import checkpoint, recording
 from gradfilter.recipes.datasets import Data, open_data
+from gradfilter.recipes.loading import mixed
 from gradfilter.recipes.parallel import deterministic
 from gradfilter.recipes.screen import Screen
 from gradfilter.recipes.trainer import Trainer
@@ -46,11 +49,12 @@ class Server:
         self.round, self.rounds, self.clients = 0, [], []
         self.known: set[int] = set()
         self.arrays = wide(self.exchange.record())
+        if self.federation.simulate:  # what no client could do is better said once, and now
+            clients.part(self.settings, 0, self.federation.simulate, self.data)
         self._restore()
 
     def run(self, grid: Grid) -> None:
         """All rounds that are left."""
-        random.seed(self.settings.seed)  # Flower draws clients from Python's own generator
         if not self.rounds:
             self._begin()
         while self.round < self.federation.rounds:
@@ -59,22 +63,25 @@ class Server:
 
     def _next(self, grid: Grid, number: int) -> None:
         """One round: as often as it takes to get something usable, within reason."""
-        begin = time.monotonic()
-        for _ in range(TRIES):
+        begin, before = time.monotonic(), len(self.clients)
+        # Flower draws clients from Python's own generator; a resumed run draws the same.
+        random.seed(mixed("clients", self.settings.seed, number))
+        for left in reversed(range(TRIES)):
             self._gather(grid)
             asked, wire = self._messages(grid, number)
             used, rows = self._answers(grid, number, asked, count_bytes(wire))
             self.clients += rows
             if used:
                 break
-            reasons = "; ".join(f"{row['client']}: {row['status']}" for row in rows)
-            self.folder.say(f"round {number}: nothing usable ({reasons}); once more")
+            once_more = "; once more" if left else ""
+            self.folder.say(f"round {number}: nothing usable ({reasons(rows)}){once_more}")
         else:
-            raise Failed(f"round {number} brought nothing usable in {TRIES} tries: {reasons}")
+            self.folder.tables(self.rounds, self.clients)
+            raise Failed(f"round {number} brought nothing usable in {TRIES} tries: {reasons(rows)}")
         self.arrays, _ = self.strategy.aggregate_train(number, used)
         self.exchange.load(self.exchange.narrow(self.arrays))
         self.round = number
-        self._record(used, rows, time.monotonic() - begin)
+        self._record(used, len(rows), self.clients[before:], time.monotonic() - begin)
 
     def _gather(self, grid: Grid) -> None:
         """Wait until enough clients are there; say who is new and who has gone."""
@@ -108,7 +115,8 @@ class Server:
                 "layout": self.exchange.layout,
             }
         )
-        messages = list(self.strategy.configure_train(number, self.arrays, config, grid))
+        here = Present(self.known)
+        messages = list(self.strategy.configure_train(number, self.arrays, config, here))
         wire = self.exchange.narrow(self.arrays)
         for message in messages:
             message.content[ARRAYS] = wire
@@ -156,7 +164,8 @@ class Server:
             row["bytes_up"] = sum(count_bytes(r) for r in reply.content.array_records.values())
             numbers = reply.content.get(METRICS) or {}
             row |= {k.replace("-", "_").replace("num_examples", "pictures"): v
-                    for k, v in numbers.items() if isinstance(v, int | float)}  # fmt: skip
+                    for k, v in numbers.items()
+                    if k in NUMBERS and isinstance(v, int | float)}  # fmt: skip
         return row
 
     def _name(self, reply: Message | None) -> str:
@@ -170,8 +179,8 @@ class Server:
         before = [r["client"] for r in self.clients if r["node"] == str(node)]
         return str(before[-1]) if before else f"...{node % 10**6:06d}"
 
-    def _record(self, used: list[Message], rows: list[Row], seconds: float) -> None:
-        """Test, add a row, keep the best, save."""
+    def _record(self, used: list[Message], asked: int, rows: list[Row], seconds: float) -> None:
+        """Test, add a row, keep the best, save; `rows` are of all tries, which all cost traffic."""
         weights = [reply.content[METRICS][WEIGHT] for reply in used]
         losses = [reply.content[METRICS]["loss"] for reply in used]
         sent = sum(row["bytes_down"] + row["bytes_up"] for row in rows)
@@ -179,7 +188,7 @@ class Server:
         self.rounds.append(
             {
                 "round": self.round,
-                "asked": len(rows),
+                "asked": asked,
                 "used": len(used),
                 "train_loss": sum(w * v for w, v in zip(weights, losses, strict=True))
                 / sum(weights),
@@ -239,7 +248,7 @@ class Server:
 
     def _restore(self) -> None:
         """Go back to the last finished round, where there is one."""
-        if not (self.out / checkpoint.LAST).exists():
+        if not checkpoint.saved(self.out):
             return
         found, problem = checkpoint.latest(self.out)
         if problem:
@@ -282,15 +291,37 @@ class Server:
 def serve(both: Both, screen: Screen, grid: Grid, *, poll: float = 1.0) -> None:
     """A run in its folder; what stops it is written there too."""
     out = Path(both[0].out)
-    try:
-        with alone(out):
+    with alone(out):  # a folder that another server holds is not ours to write a result in
+        try:
             Server(both, screen, poll=poll).run(grid)
-    except Exception as error:
-        told = " ".join(str(error).split())
-        if not isinstance(error, Failed | ValueError | OSError):
-            told = f"{type(error).__name__}: {told}"
-        Folder(out, screen).result(finished=False, error=told)
-        raise
+        except Exception as error:
+            told = " ".join(str(error).split())
+            mistake = isinstance(error, ValueError | OSError)
+            if not mistake and not isinstance(error, Failed):
+                told = f"{type(error).__name__}: {told}"
+            Folder(out, screen).result(finished=False, error=told, mistake=mistake)
+            raise
+
+
+@dataclass(frozen=True)
+class Present:
+    """The clients that were there a moment ago, as a strategy asks a grid for them.
+
+    Asked itself, it may have lost one since, and Flower would wait for as many without an end.
+    """
+
+    nodes: set[int]
+
+    def get_node_ids(self) -> list[int]:
+        return sorted(self.nodes)
+
+
+def reasons(rows: list[Row]) -> str:
+    """Why answers could not be used, each reason once, with whom it is of."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        found.setdefault(str(row["status"]), []).append(str(row["client"]))
+    return "; ".join(f"{some(who)}: {status}" for status, who in found.items())
 
 
 def best_of(rounds: list[Row], headline: str) -> Row:

@@ -37,6 +37,14 @@ HELP = {
 OWN = ("data", "root", "weights", "device", "workers", "in_memory")  # a device may have its own
 
 
+def address(value: str) -> str:
+    """Where a server listens: `HOST:PORT`."""
+    host, _, port = text(value).rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ValueError(f"{value!r} is not HOST:PORT")
+    return value
+
+
 @dataclass(frozen=True)
 class Federation:
     """Who trains, in how many rounds, and how their results become one."""
@@ -66,7 +74,7 @@ class Federation:
     cpus: int = option(1, whole, "with --simulate: cores a client", fixed=False)
     gpus: float = option(0.0, amount, "with --simulate: share of a GPU a client", fixed=False)
     server: str | None = option(
-        None, text, "address of a running server (gradfilter federate-server)", fixed=False
+        None, address, "HOST:PORT of a running server (gradfilter federate-server)", fixed=False
     )
     keys: str | None = option(
         None, text, "folder of that server's certificates (gradfilter federate-keys)", fixed=False
@@ -98,18 +106,33 @@ def of(options: dict[str, object], base: Both | None = None) -> Both:
     settings, federation = base or (Settings(**DEFAULTS), Federation())
     options = named(options, names())
     mine = {f.name for f in fields(Federation)}
-    return (
-        settings.changed(**{k: v for k, v in options.items() if k not in mine}),
-        replace(federation, **{k: v for k, v in options.items() if k in mine}),
-    )
+    settings = settings.changed(**{k: v for k, v in options.items() if k not in mine})
+    federation = replace(federation, **{k: v for k, v in options.items() if k in mine})
+    if settings.capture and federation.strategy == "fedprox":
+        raise ValueError("fedprox changes every gradient, which a recorded step cannot: no capture")
+    if settings.norm == "batch" and federation.strategy == "fedadam":
+        # Adam's step has the server's rate whatever the change: a variance would go below zero.
+        raise ValueError("fedadam cannot step batch-norm statistics: norm: frozen")
+    return settings, federation
 
 
 def resumed(options: dict[str, object], before: Both) -> Both:
     """As `of`, but refuses what a run cannot change on its way."""
-    both = of(options, before)
+    settings, federation = of(options, before)
+    both = full_paths(settings), federation
     for old, new in zip(before, both, strict=True):
         keep_fixed(old, new)
     return both
+
+
+def full_paths(settings: Settings) -> Settings:
+    """The settings as other processes, and a later resumption from elsewhere, can use them."""
+    from gradfilter.recipes.training import place
+
+    paths = {k: Path(v).absolute() for k in ("root", "plan", "out") if (v := getattr(settings, k))}
+    if settings.weights not in ("library", "none"):
+        paths["weights"] = Path(settings.weights).absolute()
+    return settings.changed(data=place(settings.data), **paths)
 
 
 def as_dict(both: Both) -> dict[str, object]:
@@ -138,9 +161,11 @@ def to_config(both: Both) -> dict[str, str | int | float | bool]:
 
 
 def from_config(config: dict, plan: Path) -> Both:
-    """The settings that `to_config` wrote; a plan goes into the file `plan`."""
-    known = names()
-    found = {k: v for key, v in config.items() if (k := key.replace("-", "_")) in known}
+    """The settings that `to_config` wrote; a plan goes into the file `plan`.
+
+    An option that is not known here is refused: a device of another version would train otherwise.
+    """
+    found = named(config, names())
     if found.get("plan"):
         plan.write_text(found["plan"])  # JSON is YAML too
         found["plan"] = str(plan)

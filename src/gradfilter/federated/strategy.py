@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from flwr.app import Message
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedProx
@@ -47,7 +45,7 @@ def problem(reply: Message, exchange: Exchange) -> str | None:
     numbers, about = content[METRICS], content.config_records.get(CONFIG, {})
     if set(numbers) != set(NUMBERS) or any(isinstance(v, list) for v in numbers.values()):
         return "dropped: not the numbers that were asked for"
-    if not 0 < numbers[WEIGHT] < math.inf:
+    if not isinstance(numbers[WEIGHT], int) or numbers[WEIGHT] < 1:
         return f"dropped: trained on {numbers[WEIGHT]} pictures"
     try:
         exchange.check(content[ARRAYS], str(about.get("layout")))

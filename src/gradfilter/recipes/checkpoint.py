@@ -74,6 +74,11 @@ def load(path: Path) -> dict:
     return content
 
 
+def saved(folder: Path) -> bool:
+    """Whether there is something to go on from; a kill may have left only the last but one."""
+    return any((folder / name).exists() for name in (LAST, PREVIOUS))
+
+
 def latest(folder: Path) -> tuple[dict | None, str | None]:
     """The newest whole checkpoint of a run, and what is to be said if that is not the last."""
     problem = None

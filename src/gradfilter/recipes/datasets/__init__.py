@@ -13,21 +13,27 @@ __all__ = ["BadPicture", "Data", "Pictures", "names", "open_data"]
 
 
 def open_data(
-    where: str, *, root: Path | None = None, download: bool = True, cache: bool = False
+    where: str,
+    *,
+    root: Path | None = None,
+    download: bool = True,
+    cache: bool = False,
+    fewest: int = 2,
 ) -> Data:
     """The data set of that name, or in that folder.
 
     A name of `names()` is looked for under `root` (by default in the user's cache folder) and
     fetched there if `download` and it can be. Anything else is a folder; write `./cifar10` for a
     folder that has the name of a data set. With `cache` all pictures are decoded at once and kept
-    in memory, photographs with a short side of at most 256 pixels.
+    in memory, photographs with a short side of at most 256 pixels. A folder has the `fewest`
+    classes or more.
     """
     from gradfilter.recipes.datasets import named
 
     if where in named.SOURCES:
         data = named.open_named(where, root, download)
     elif (path := Path(where).expanduser()).is_dir():
-        data = open_folder(path)
+        data = open_folder(path, fewest)
     else:
         near = difflib.get_close_matches(str(where), named.SOURCES, n=2)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
@@ -39,14 +45,14 @@ def open_data(
     return data
 
 
-def open_folder(path: Path) -> Data:
+def open_folder(path: Path, fewest: int = 2) -> Data:
     """The data set in that folder, its layout recognised by its files."""
     from gradfilter.recipes.datasets import compact, cub, folder
 
     for layout in (compact.cifar10, compact.pets, compact.camvid, cub.cub200):
         if data := layout(path):
             return data
-    return folder.image_folder(path)
+    return folder.image_folder(path, fewest)
 
 
 def names() -> list[str]:

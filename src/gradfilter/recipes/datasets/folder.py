@@ -16,18 +16,20 @@ SHARE = 0.2  # of a folder without such a part
 ByClass = dict[str, list[str]]  # class folder -> its picture files, relative to one root
 
 
-def image_folder(path: Path) -> Data:
+def image_folder(path: Path, fewest: int = 2) -> Data:
     """Class folders below `train/` and `test/` (or `val/`, `valid/`), or directly below `path`.
 
     Without a test part, a fifth of every class is held out. Folders without pictures are no
     classes, files that are no pictures do not count. `cat_to_name.json`, if there, names the
-    classes: {folder: name}, leading zeros of the folder aside.
+    classes: {folder: name}, leading zeros of the folder aside. `fewest` is 1 where the other
+    classes lie elsewhere.
     """
     train, test = parts(path)
-    if len(train) < 2:
+    if len(train) < fewest:
         found = f"only {next(iter(train))!r}" if train else "none"
+        wanted = "two folders of pictures or more" if fewest == 2 else "folders of pictures"
         raise ValueError(
-            f"{path}: needs two folders of pictures or more, one per class, directly or below "
+            f"{path}: needs {wanted}, one per class, directly or below "
             f"train/ and test/; found {found}"
         )
     for folder, files in test.items():
