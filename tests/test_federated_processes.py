@@ -27,6 +27,26 @@ pytestmark = pytest.mark.slow
 SOURCE = Path(__file__).parent.parent / "src"
 QUICK = ["--model", "mobilenet_v2", "--weights", "none", "--size", "32", "--last", "4"]
 PATIENCE = 420  # seconds for anything: a busy machine is no failure
+# what makes a device's program answer wrongly: no numbers in odd rounds, too few in even ones
+MAD = """
+import sys
+
+if any("flwr-clientapp" in word for word in sys.orig_argv):
+    from flwr.app import ArrayRecord
+    from gradfilter.federated import client, exchange
+
+    honest = client.train
+
+    def mad(content, context):
+        answer, odd = honest(content, context), content[client.CONFIG]["server-round"] % 2
+        arrays = {k: exchange.to_tensor(a) for k, a in answer[client.ARRAYS].items()}
+        arrays = {k: t * float("nan") if odd else t[:-1] for k, t in arrays.items()}
+        arrays = {k: exchange.to_array(t) for k, t in arrays.items()}
+        answer[client.ARRAYS] = ArrayRecord(arrays)
+        return answer
+
+    client.train = mad
+"""
 
 
 class Programs:
@@ -35,9 +55,11 @@ class Programs:
     def __init__(self, folder: Path):
         self.folder, self.running = folder, {}
 
-    def start(self, name: str, *arguments) -> subprocess.Popen:
+    def start(self, name: str, *arguments, before: Path | None = None) -> subprocess.Popen:
+        """`before` is a folder whose modules are found first."""
         line = [sys.executable, "-m", "gradfilter", *map(str, arguments)]
-        env = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+        paths = os.pathsep.join(str(p) for p in (before, SOURCE) if p)
+        env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         with open(self.folder / f"{name}.log", "ab") as log:
             process = subprocess.Popen(line, cwd=self.folder, env=env, stdout=log, stderr=log)
         self.running[name] = process
@@ -123,21 +145,24 @@ def test_simulation(programs, pictures, tmp_path):
 
 
 def test_deployment(programs, pictures, tmp_path):
-    """A key that is not known, a client killed, a late one, a server killed and started again."""
+    """A key that is not known, a client killed, a late one, one that answers nonsense, a server
+    killed and started again."""
     out, port = tmp_path / "run", flower.free_port()
-    keys.make(tmp_path / "keys", ["127.0.0.1"], ["a", "b", "late"])
+    keys.make(tmp_path / "keys", ["127.0.0.1"], ["a", "b", "late", "mad"])
+    (tmp_path / "madness").mkdir()
+    (tmp_path / "madness" / "sitecustomize.py").write_text(MAD)
     keys.make(tmp_path / "others", ["127.0.0.1"], ["stranger"])
     stranger = tmp_path / "others" / "stranger"
     (stranger / "ca.pem").write_bytes((tmp_path / "keys" / "ca.pem").read_bytes())
     address = f"127.0.0.1:{port}"
     serve = ["federate-server", "--keys", "keys", "--host", "127.0.0.1", "--port", port]
     programs.start("server", *serve)
-    programs.wait_for("server", "late may take part")
+    programs.wait_for("server", "mad may take part")
 
-    def join(name: str, folder, part: int) -> None:
+    def join(name: str, folder, part: int, before: Path | None = None) -> None:
         where = ["--server", address, "--keys", folder, "--state", f"{name}-state"]
         parts = ["--part", part, "--parts", 3, "--name", name]
-        programs.start(name, "federate-client", *where, *parts)
+        programs.start(name, "federate-client", *where, *parts, before=before)
 
     join("stranger", stranger, 0)
     join("a", "keys/a", 0)
@@ -148,6 +173,7 @@ def test_deployment(programs, pictures, tmp_path):
     programs.wait_for("b", "Start `flwr-clientapp` process")
     programs.kill("b", "flower-supernode")  # in the middle of the first round
     join("late", "keys/late", 2)
+    join("mad", "keys/mad", 2, before=tmp_path / "madness")
     assert programs.wait("stranger") != 0
     assert "Failed to activate SuperNode" in programs.said("stranger")
 
@@ -166,6 +192,8 @@ def test_deployment(programs, pictures, tmp_path):
     status = {(r["round"], r["client"]): r["status"] for r in rows(out)}
     assert status["1", "a"] == status["2", "a"] == status["3", "a"] == "used"
     assert status["2", "late"] == status["3", "late"] == "used"
+    assert status["2", "mad"].startswith("dropped: an array should be")
+    assert status["3", "mad"].startswith("dropped: ") and "no numbers" in status["3", "mad"]
     assert not any("stranger" in client for _, client in status)
     lost = [s for (i, client), s in status.items() if i == "1" and client != "a"]
     assert len(lost) == 1 and lost[0].startswith(("failed", "no answer"))
