@@ -39,12 +39,25 @@ def test_a_plan_is_one_contender_whatever_the_depths(tmp_path):
     assert settings.plan == str(file) and settings.seed == 3 and settings.last is None
     before = found.name
     file.write_text("features.*: frozen\n")
-    assert found.name != before and before.startswith("plan-mine-")
+    assert found.name == before and before.startswith("plan-mine-")
+    (changed,) = contenders([spelled], [4])
+    assert changed.name != before and changed.name.startswith("plan-mine-")
+
+
+def test_plans_of_one_name_are_told_apart(tmp_path):
+    for folder, grid in (("a", 7), ("b", 4)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "p.yaml").write_text(f"'*': {{method: galerkin, grid: {grid}}}\n")
+    files = [str(tmp_path / folder / "p.yaml") for folder in "ab"]
+    found = contenders([f"plan:{file}" for file in files], [None])
+    assert [c.title for c in found] == [f"plan {file}" for file in files]
 
 
 def test_a_plan_that_is_none_is_refused_before_anything_is_trained(tmp_path):
     with pytest.raises(ValueError, match="nowhere"):
         contenders([f"plan:{tmp_path / 'nowhere.yaml'}"], [None])
+    with pytest.raises(ValueError, match="needs a file, as in plan:plan.yaml"):
+        contenders(["plan:"], [None])
     (tmp_path / "bad.yaml").write_text("features.*: {method: galerkn}\n")
     with pytest.raises(ValueError, match=r"bad\.yaml.*galerkin"):
         contenders([f"plan:{tmp_path / 'bad.yaml'}"], [None])
