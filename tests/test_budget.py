@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from planned import SIZES, TARGET, branched, chained, images
+from planned import SIZES, TARGET, branched, chained, images, unit
 
 import gradfilter as gf
 from gradfilter import stopwatch
@@ -33,6 +33,18 @@ def test_the_memory_of_layers_frozen_between_is_predicted_to_the_byte(size):
     found = gf.plan(chained(wide=64), images(), target=TARGET, memory=size)
     assert any(not r.trained for r in found.reasons)
     assert found.final.predicted == found.final.measured and len(found.attempts) == 1
+
+
+def test_layers_that_take_no_method_are_part_of_a_plan():
+    torch.manual_seed(0)
+    up = torch.nn.ConvTranspose2d(8, 8, 2, 2)
+    model = torch.nn.Sequential(unit(3, 8), unit(8, 8, 2), up, torch.nn.Conv2d(8, 5, 1))
+    x, target = images(), torch.zeros(4, 32, 32, dtype=torch.long)
+    found = gf.plan(model, x, target=target, memory="400KB", copies=0)
+    assert found["2"].reason and found.converted
+    gf.convert(model.train(), found, example=x)
+    kept = gf.profile(model, x, target, repeats=1).rival(PLAN).kept
+    assert found.final.measured.kept == found.final.predicted.kept == kept <= 400 * 1024
 
 
 def test_kept_bytes_are_those_that_the_profiler_measures():
