@@ -135,9 +135,9 @@ def check(who: str, model: nn.Module, example, target: Target) -> torch.device:
         kind = type(target).__name__
         raise TypeError(f"{who}: target must be a tensor or a function of the output, got {kind}")
     first = next(iter(tensors(example)), None)
-    if isinstance(target, Tensor) and target.ndim and first is not None:
-        if len(target) != len(first):
-            raise ValueError(f"{who}: a batch of {len(first)}, but {len(target)} targets")
+    counted = isinstance(target, Tensor) and target.ndim and first is not None
+    if counted and len(target) != len(first):
+        raise ValueError(f"{who}: a batch of {len(first)}, but {len(target)} targets")
     return trained.device
 
 
