@@ -1,5 +1,7 @@
 """Plans within a budget: what they promise is measured, what cannot be is refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from planned import SIZES, TARGET, branched, chained, images, unit
@@ -8,6 +10,7 @@ import gradfilter as gf
 from gradfilter import stopwatch
 from gradfilter.planning import amounts, outcome, prices
 from gradfilter.planning.budget import Survey
+from gradfilter.planning.search import Search
 from gradfilter.profiler import PLAN
 
 pytestmark = pytest.mark.usefixtures("quick_stopwatch")
@@ -56,7 +59,7 @@ def test_kept_bytes_are_those_that_the_profiler_measures():
     assert found.final.measured.kept == found.final.predicted.kept == kept
 
 
-@pytest.mark.parametrize("copies", [1, 2, 3])
+@pytest.mark.parametrize("copies", [1, 2, 3, 5])
 def test_gradients_and_state_are_those_of_a_real_step(copies):
     model, x = chained(), images()
     found = gf.plan(model, x, target=TARGET, memory="100KB", copies=copies)
@@ -65,7 +68,7 @@ def test_gradients_and_state_are_those_of_a_real_step(copies):
     held = found.final.predicted
     assert (held.gradients, held.state) == (trained, (copies - 1) * trained)
     # Adam counts its steps, in 4 bytes for each parameter
-    steps = 4 * sum(p.requires_grad for p in model.parameters()) if copies == 3 else 0
+    steps = 4 * sum(p.requires_grad for p in model.parameters()) if copies >= 3 else 0
     assert found.final.measured.state == held.state + steps
 
 
@@ -195,6 +198,22 @@ def test_an_impossible_time_names_the_smallest_possible_one(clockwork):
         gf.plan(chained(), images(), target=TARGET, time="5ms", methods=[gf.GalerkinFilter()])
 
 
+def test_budgets_that_are_impossible_only_together_are_refused():
+    model = torch.nn.Sequential(unit(3, 8), torch.nn.Conv2d(8, 5, 3, padding=1))
+    lean, fast = gf.GalerkinFilter(grid=4), gf.Exact()
+    survey = Survey(model, images(), methods=[lean, fast], timed=True)
+    head = survey.costs.of[lean]
+    head[-1] = replace(head[-1], seconds=1.0)
+    free = Search(survey.chain, survey.worths, survey.costs, {"memory": 1, "time": 1}, None, 2)
+    memory, time = (1.01 * least for least in free.smallest().values())
+    with pytest.raises(ValueError, match=r"impossible together: .* '1' .* KB with .* ms, or ") as e:
+        survey.plan(memory, time)
+    lean_one, fast_one = str(e.value).split("smallest possible are ")[1].split(", or ")
+    for pair in (lean_one, fast_one):
+        kept, taken = pair.split(" with ")
+        assert free.solve({"memory": amounts.bytes_of(kept), "time": amounts.seconds_of(taken)})
+
+
 def test_bad_input_is_refused_in_one_line():
     x = images()
     x[1, 0, 3, 3] = float("nan")
@@ -206,6 +225,7 @@ def test_bad_input_is_refused_in_one_line():
     refused("fidelity is a cosine", memory="1MB", fidelity=2)
     refused("batch must be a whole number", memory="1MB", batch=0)
     refused("give methods as", memory="1MB", methods=["galerkin"], kind=TypeError)
+    refused("give methods as", memory="1MB", methods=gf.Exact(), kind=TypeError)
     refused("4, but 3 targets", memory="1MB", target=TARGET[:3])
     frozen = chained()
     frozen[8].requires_grad_(False)

@@ -185,7 +185,8 @@ def _checked(batch, methods, copies) -> tuple[Method, ...]:
         whole = isinstance(value, int) and not isinstance(value, bool)
         if value is not None and (not whole or value < least):
             raise ValueError(f"plan: {name} must be a whole number >= {least}, got {value!r}")
-    candidates = tuple(METHODS if methods is None else methods)
+    alone = isinstance(methods, Method)
+    candidates = () if alone else tuple(METHODS if methods is None else methods)
     if not candidates or not all(isinstance(m, Method) for m in candidates):
         raise TypeError(f"plan: give methods as [GalerkinFilter(grid=7)], got {methods!r}")
     return tuple(dict.fromkeys(candidates))
