@@ -10,6 +10,7 @@ import gradfilter as gf
 from gradfilter import stopwatch
 from gradfilter.planning import amounts, outcome, prices
 from gradfilter.planning.budget import Survey
+from gradfilter.planning.choice import EXAMPLE
 from gradfilter.planning.search import Search
 from gradfilter.profiler import PLAN
 
@@ -57,6 +58,18 @@ def test_kept_bytes_are_those_that_the_profiler_measures():
     gf.convert(model.train(), found, example=x)
     kept = gf.profile(model, x, TARGET, repeats=1).rival(PLAN).kept
     assert found.final.measured.kept == found.final.predicted.kept == kept
+
+
+def test_a_plan_for_the_engine_says_that_it_needs_an_example():
+    methods, x = [gf.GalerkinFilter(grid=4)], images()
+    found = gf.plan(chained(), x, target=TARGET, memory="1MB", methods=methods)
+    assert EXAMPLE in found.table()
+    without = chained().train()
+    gf.convert(without, found)
+    kept = gf.profile(without, x, TARGET, repeats=1).rival(PLAN).kept
+    assert kept > 1.2 * found.final.measured.kept
+    exact = gf.plan(chained(), x, target=TARGET, memory="4MB", methods=[gf.Exact()])
+    assert EXAMPLE not in exact.table()
 
 
 @pytest.mark.parametrize("copies", [1, 2, 3, 5])

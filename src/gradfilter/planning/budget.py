@@ -72,7 +72,9 @@ def plan(
 
     The plan is then measured; where it breaks the budget, the predictions are corrected by what
     was measured and the best plan is sought again, a few times at most. An impossible budget is
-    refused with the smallest one.
+    refused with the smallest one. What was measured is what `convert(model, plan, example=x)` has:
+    without an example no engine runs the layers on the grid, and a step holds more, often several
+    times as much.
     """
     limits = _limits(memory, time, fidelity)
     options = {"target": target, "batch": batch, "methods": methods, "copies": copies}
