@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+from dataclasses import replace
 
 import contest
 import pytest
@@ -179,3 +180,13 @@ def test_the_plot_is_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
     contest.comparison().plot(tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_name_with_dollars_is_drawn_as_it_is(tmp_path):
+    pytest.importorskip("matplotlib")
+    found = contest.comparison()
+    found.about["data"] = "photos $_{ and $"  # no formula that matplotlib could read
+    plan = Contender("plan", (), None, "$_{$.yaml", b"", "$_{$")
+    entries = [replace(found.entries[0], contender=plan), *found.entries[1:]]
+    replace(found, entries=entries).plot(tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size
