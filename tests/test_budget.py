@@ -1,13 +1,17 @@
 """Plans within a budget: what they promise is measured, what cannot be is refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from planned import SIZES, TARGET, branched, chained, images
+from planned import SIZES, TARGET, branched, chained, images, unit
 
 import gradfilter as gf
 from gradfilter import stopwatch
 from gradfilter.planning import amounts, outcome, prices
 from gradfilter.planning.budget import Survey
+from gradfilter.planning.choice import EXAMPLE
+from gradfilter.planning.search import Search
 from gradfilter.profiler import PLAN
 
 pytestmark = pytest.mark.usefixtures("quick_stopwatch")
@@ -35,6 +39,18 @@ def test_the_memory_of_layers_frozen_between_is_predicted_to_the_byte(size):
     assert found.final.predicted == found.final.measured and len(found.attempts) == 1
 
 
+def test_layers_that_take_no_method_are_part_of_a_plan():
+    torch.manual_seed(0)
+    up = torch.nn.ConvTranspose2d(8, 8, 2, 2)
+    model = torch.nn.Sequential(unit(3, 8), unit(8, 8, 2), up, torch.nn.Conv2d(8, 5, 1))
+    x, target = images(), torch.zeros(4, 32, 32, dtype=torch.long)
+    found = gf.plan(model, x, target=target, memory="400KB", copies=0)
+    assert found["2"].reason and found.converted
+    gf.convert(model.train(), found, example=x)
+    kept = gf.profile(model, x, target, repeats=1).rival(PLAN).kept
+    assert found.final.measured.kept == found.final.predicted.kept == kept <= 400 * 1024
+
+
 def test_kept_bytes_are_those_that_the_profiler_measures():
     model, x = chained(), images()
     found = gf.plan(model, x, target=TARGET, memory="60KB", copies=0)
@@ -44,7 +60,19 @@ def test_kept_bytes_are_those_that_the_profiler_measures():
     assert found.final.measured.kept == found.final.predicted.kept == kept
 
 
-@pytest.mark.parametrize("copies", [1, 2, 3])
+def test_a_plan_for_the_engine_says_that_it_needs_an_example():
+    methods, x = [gf.GalerkinFilter(grid=4)], images()
+    found = gf.plan(chained(), x, target=TARGET, memory="1MB", methods=methods)
+    assert EXAMPLE in found.table()
+    without = chained().train()
+    gf.convert(without, found)
+    kept = gf.profile(without, x, TARGET, repeats=1).rival(PLAN).kept
+    assert kept > 1.2 * found.final.measured.kept
+    exact = gf.plan(chained(), x, target=TARGET, memory="4MB", methods=[gf.Exact()])
+    assert EXAMPLE not in exact.table()
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3, 5])
 def test_gradients_and_state_are_those_of_a_real_step(copies):
     model, x = chained(), images()
     found = gf.plan(model, x, target=TARGET, memory="100KB", copies=copies)
@@ -53,7 +81,7 @@ def test_gradients_and_state_are_those_of_a_real_step(copies):
     held = found.final.predicted
     assert (held.gradients, held.state) == (trained, (copies - 1) * trained)
     # Adam counts its steps, in 4 bytes for each parameter
-    steps = 4 * sum(p.requires_grad for p in model.parameters()) if copies == 3 else 0
+    steps = 4 * sum(p.requires_grad for p in model.parameters()) if copies >= 3 else 0
     assert found.final.measured.state == held.state + steps
 
 
@@ -183,6 +211,22 @@ def test_an_impossible_time_names_the_smallest_possible_one(clockwork):
         gf.plan(chained(), images(), target=TARGET, time="5ms", methods=[gf.GalerkinFilter()])
 
 
+def test_budgets_that_are_impossible_only_together_are_refused():
+    model = torch.nn.Sequential(unit(3, 8), torch.nn.Conv2d(8, 5, 3, padding=1))
+    lean, fast = gf.GalerkinFilter(grid=4), gf.Exact()
+    survey = Survey(model, images(), methods=[lean, fast], timed=True)
+    head = survey.costs.of[lean]
+    head[-1] = replace(head[-1], seconds=1.0)
+    free = Search(survey.chain, survey.worths, survey.costs, {"memory": 1, "time": 1}, None, 2)
+    memory, time = (1.01 * least for least in free.smallest().values())
+    with pytest.raises(ValueError, match=r"impossible together: .* '1' .* KB with .* ms, or ") as e:
+        survey.plan(memory, time)
+    lean_one, fast_one = str(e.value).split("smallest possible are ")[1].split(", or ")
+    for pair in (lean_one, fast_one):
+        kept, taken = pair.split(" with ")
+        assert free.solve({"memory": amounts.bytes_of(kept), "time": amounts.seconds_of(taken)})
+
+
 def test_bad_input_is_refused_in_one_line():
     x = images()
     x[1, 0, 3, 3] = float("nan")
@@ -194,7 +238,12 @@ def test_bad_input_is_refused_in_one_line():
     refused("fidelity is a cosine", memory="1MB", fidelity=2)
     refused("batch must be a whole number", memory="1MB", batch=0)
     refused("give methods as", memory="1MB", methods=["galerkin"], kind=TypeError)
+    refused("give methods as", memory="1MB", methods=gf.Exact(), kind=TypeError)
     refused("4, but 3 targets", memory="1MB", target=TARGET[:3])
+    broken = chained()
+    broken[8].weight.data[0] = float("nan")
+    refused("the loss of this batch is nan", model=broken, memory="1MB", target=TARGET)
+    refused("output of this batch has NaN", model=broken, memory="1MB")
     frozen = chained()
     frozen[8].requires_grad_(False)
     refused("output layer '8' is frozen", model=frozen, memory="1MB")

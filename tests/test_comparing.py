@@ -170,6 +170,37 @@ def test_a_plan_is_compared_with_methods(photos, tmp_path, tiny_networks):
     assert all(trained[0]) and sum(trained[1]) < len(trained[1])
 
 
+def test_the_command_of_a_comparison_with_plans_trains_the_same(photos, tmp_path, tiny_networks):
+    file, out = tmp_path / "mine.yaml", tmp_path / "out"
+    file.write_text("'*': {method: galerkin, patch: 2}\n")
+    asked = ["--methods", "exact", f"plan:{file}", "--last", 2, "--seeds", 0]
+    assert compare(photos, out, *asked) == 0
+    before = list(scores(out))
+    assert gradfilter(*shlex.split(numbers(out)["command"])[1:], "--no-tensorboard") == 0
+    assert list(scores(out)) == before
+    rows = list(csv.DictReader(io.StringIO((out / comparing.LINES).read_text())))
+    assert [row["last"] for row in rows] == ["2", "as planned"]
+
+
+def test_a_plan_that_is_written_anew_on_the_way_is_trained_as_it_was(
+    photos, tmp_path, tiny_networks, monkeypatch
+):
+    file, out = tmp_path / "mine.yaml", tmp_path / "out"
+    file.write_text("'*': {method: galerkin, patch: 2}\n")
+    step = Trainer.step
+
+    def spoiling(trainer, *args):
+        file.write_text("'*': {method: hosvd, energy: 0.8}\n")
+        return step(trainer, *args)
+
+    monkeypatch.setattr(Trainer, "step", spoiling)
+    assert compare(photos, out, "--methods", f"plan:{file}", "--seeds", 0, 1) == 0
+    (planned,) = numbers(out)["entries"]
+    for run in planned["runs"]:
+        methods = gf.Plan.load(out / run["folder"] / recording.PLAN).converted.values()
+        assert set(methods) == {gf.GalerkinFilter(patch=2)}
+
+
 def test_a_run_that_diverges_is_shown_and_the_others_go_on(
     photos, tmp_path, tiny_networks, monkeypatch, capsys
 ):

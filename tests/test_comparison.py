@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+from dataclasses import replace
 
 import contest
 import pytest
@@ -39,12 +40,25 @@ def test_a_plan_is_one_contender_whatever_the_depths(tmp_path):
     assert settings.plan == str(file) and settings.seed == 3 and settings.last is None
     before = found.name
     file.write_text("features.*: frozen\n")
-    assert found.name != before and before.startswith("plan-mine-")
+    assert found.name == before and before.startswith("plan-mine-")
+    (changed,) = contenders([spelled], [4])
+    assert changed.name != before and changed.name.startswith("plan-mine-")
+
+
+def test_plans_of_one_name_are_told_apart(tmp_path):
+    for folder, grid in (("a", 7), ("b", 4)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "p.yaml").write_text(f"'*': {{method: galerkin, grid: {grid}}}\n")
+    files = [str(tmp_path / folder / "p.yaml") for folder in "ab"]
+    found = contenders([f"plan:{file}" for file in files], [None])
+    assert [c.title for c in found] == [f"plan {file}" for file in files]
 
 
 def test_a_plan_that_is_none_is_refused_before_anything_is_trained(tmp_path):
     with pytest.raises(ValueError, match="nowhere"):
         contenders([f"plan:{tmp_path / 'nowhere.yaml'}"], [None])
+    with pytest.raises(ValueError, match="needs a file, as in plan:plan.yaml"):
+        contenders(["plan:"], [None])
     (tmp_path / "bad.yaml").write_text("features.*: {method: galerkn}\n")
     with pytest.raises(ValueError, match=r"bad\.yaml.*galerkin"):
         contenders([f"plan:{tmp_path / 'bad.yaml'}"], [None])
@@ -166,3 +180,13 @@ def test_the_plot_is_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
     contest.comparison().plot(tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_name_with_dollars_is_drawn_as_it_is(tmp_path):
+    pytest.importorskip("matplotlib")
+    found = contest.comparison()
+    found.about["data"] = "photos $_{ and $"  # no formula that matplotlib could read
+    plan = Contender("plan", (), None, "$_{$.yaml", b"", "$_{$")
+    entries = [replace(found.entries[0], contender=plan), *found.entries[1:]]
+    replace(found, entries=entries).plot(tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size

@@ -21,6 +21,15 @@ def test_no_text_can_break_out_of_the_numbers():
     assert json.loads(inside) == content
 
 
+def test_names_that_look_like_places_of_the_page_stay_as_they_are():
+    content = contest.comparison().to_dict()
+    content["about"]["data"] = "{{style}} {{numbers}} {{script}}"
+    text = page.render(content)
+    assert "<title>" + content["about"]["model"] + " on {{style}} {{numbers}} {{script}}" in text
+    inside = text.split('id="numbers">')[1].split("</script>")[0]
+    assert json.loads(inside) == content
+
+
 def test_the_page_refers_to_nothing_outside():
     text = page.render(contest.comparison().to_dict())
     for word in ("http://", "https://", "src=", "@import", "url("):

@@ -65,3 +65,10 @@ def test_an_empty_folder_is_told(tmp_path, capsys):
     pytest.importorskip("timm")
     (tmp_path / "cats").mkdir()
     mistake(capsys, "plan", "mobilenet_v2", "--memory", "8MB", "--data", tmp_path)
+
+
+def test_a_folder_that_is_not_there_is_told_before_the_work(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("gradfilter.plan", lambda *_, **__: pytest.fail("it was planned"))
+    saved = tmp_path / "nowhere" / "plan.yaml"
+    asked = ["squeezenet1_1", "--memory", "8MB", "--size", "64", "--save", saved]
+    assert f"--save: there is no folder {saved.parent}" in mistake(capsys, "plan", *asked)

@@ -101,6 +101,14 @@ def test_what_training_mode_keeps_beside_is_a_disagreement():
     assert "evaluation mode" in found.note
 
 
+def test_a_difference_that_is_not_of_the_mode_is_not_laid_to_it():
+    padded = nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect")  # keeps the map it pads, too
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), padded).train()
+    found = gf.profile(model, images(), repeats=1).disagreements
+    assert {c.kind for c in found} == {"activation", "conv"}  # or this test shows nothing
+    assert not any("evaluation mode" in c.note for c in found)
+
+
 def test_a_shared_input_is_kept_once_by_the_engine():
     model, x = Fork(), images()
     gf.convert(model, gf.GalerkinFilter(patch=2), example=x)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,8 @@ def plan(args: argparse.Namespace) -> None:
 
     if args.memory is None and args.time is None:
         raise UserError("give a budget: --memory, --time or both")
+    if args.save is not None and not args.save.absolute().parent.is_dir():
+        raise UserError(f"--save: there is no folder {args.save.parent}")  # before the long work
     with user_errors(ValueError, OSError):
         methods = args.methods and [method(text) for text in args.methods]
         device = parallel.choose(args.device)
@@ -160,4 +163,5 @@ def write(found, file: Path | None, folder: Path | None) -> None:
         print(f"numbers: {folder / 'report.json'}   plot: {folder / 'report.png'}")
     for path in filter(None, (file, folder and folder / "plan.yaml")):
         found.save(path)
-        print(f"plan: {path}   train with it: gradfilter train --plan {path} ...")
+        written = shlex.quote(str(path))
+        print(f"plan: {path}   train with it: gradfilter train --plan {written} ...")

@@ -323,7 +323,8 @@ def _checks(said: Cost, found: Found, modules: dict[str, nn.Module]) -> list[Che
         kind = rows[name].kind if name in rows else kinds[name]
         size = rows[name].kept_bytes if name in rows else 0
         check = Check(name, kind, "layer", size, measured.get(name, 0))
-        if not check.agrees and modules[name].training and not list(modules[name].children()):
+        moded = kind in ("norm", "other") and not list(modules[name].children())
+        if not check.agrees and modules[name].training and moded:
             note = "gf.cost counts evaluation mode, the step ran it in training mode"
             check = replace(check, note=note)
         checks.append(check)

@@ -61,6 +61,16 @@ def loss_of(output, target: Target) -> Tensor:
     `target` is a function of the output, or a tensor for the cross-entropy (classes, masks to
     whose size the output is enlarged, or shares of each class), or None for the mean square.
     """
+    loss = _loss(output, target)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = shape(loss) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"the loss must be a tensor of one number, got {got}")
+    if not loss.requires_grad:
+        raise ValueError("the loss depends on no trained parameter")
+    return loss
+
+
+def _loss(output, target: Target):
     if callable(target) and not isinstance(target, Tensor):
         return target(output)
     if target is None:
@@ -71,10 +81,21 @@ def loss_of(output, target: Target) -> Tensor:
     if scores.ndim == 4 and target.ndim == 3 and scores.shape[-2:] != target.shape[-2:]:
         size = tuple(target.shape[-2:])
         scores = F.interpolate(scores, size, mode="bilinear", align_corners=False)
+    _check_shape(target, scores)
     if not target.is_floating_point():
         _check_classes(target, scores.shape[1])
         target = target.long()
     return F.cross_entropy(scores.float(), target, ignore_index=IGNORED)
+
+
+def _check_shape(target: Tensor, scores: Tensor) -> None:
+    if scores.ndim < 2:
+        told = f"an output of {shape(scores)} has no scores of classes"
+        raise ValueError(f"{told}: give the loss as a function of the output")
+    fits = [*scores.shape] if target.is_floating_point() else [len(scores), *scores.shape[2:]]
+    if [*target.shape] != fits:
+        told = f"for an output of {shape(scores)} the target must be {fits}"
+        raise ValueError(f"{told}, got {shape(target)}")
 
 
 def _check_classes(target: Tensor, count: int) -> None:
@@ -110,8 +131,12 @@ def check(who: str, model: nn.Module, example, target: Target) -> torch.device:
         if not bool(x.isfinite().all()):
             what = "NaN" if bool(x.isnan().any()) else "an infinite value"
             raise ValueError(f"{who}: the batch has {what}")
+    if not (target is None or callable(target) or isinstance(target, Tensor)):
+        kind = type(target).__name__
+        raise TypeError(f"{who}: target must be a tensor or a function of the output, got {kind}")
     first = next(iter(tensors(example)), None)
-    if isinstance(target, Tensor) and first is not None and len(target) != len(first):
+    counted = isinstance(target, Tensor) and target.ndim and first is not None
+    if counted and len(target) != len(first):
         raise ValueError(f"{who}: a batch of {len(first)}, but {len(target)} targets")
     return trained.device
 

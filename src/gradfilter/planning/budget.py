@@ -72,7 +72,9 @@ def plan(
 
     The plan is then measured; where it breaks the budget, the predictions are corrected by what
     was measured and the best plan is sought again, a few times at most. An impossible budget is
-    refused with the smallest one.
+    refused with the smallest one. What was measured is what `convert(model, plan, example=x)` has:
+    without an example no engine runs the layers on the grid, and a step holds more, often several
+    times as much.
     """
     limits = _limits(memory, time, fidelity)
     options = {"target": target, "batch": batch, "methods": methods, "copies": copies}
@@ -185,7 +187,8 @@ def _checked(batch, methods, copies) -> tuple[Method, ...]:
         whole = isinstance(value, int) and not isinstance(value, bool)
         if value is not None and (not whole or value < least):
             raise ValueError(f"plan: {name} must be a whole number >= {least}, got {value!r}")
-    candidates = tuple(METHODS if methods is None else methods)
+    alone = isinstance(methods, Method)
+    candidates = () if alone else tuple(METHODS if methods is None else methods)
     if not candidates or not all(isinstance(m, Method) for m in candidates):
         raise TypeError(f"plan: give methods as [GalerkinFilter(grid=7)], got {methods!r}")
     return tuple(dict.fromkeys(candidates))

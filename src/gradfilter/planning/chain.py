@@ -75,8 +75,7 @@ class Chain:
     def uniform(self, method: Method) -> nn.Module:
         """A copy with the method on every link that takes it, the others exact."""
         if method not in self.uniforms:
-            own = {x.name: method for x in self.links if method in x.methods}
-            self.uniforms[method] = self._converted(own)
+            self.uniforms[method] = self._converted(self._taking(method))
         return self.uniforms[method]
 
     def anchored(self, method: Method) -> nn.Module:
@@ -87,10 +86,18 @@ class Chain:
         if takes(method) or self.anchor is None:
             return self.uniform(method)
         if method not in self.anchoreds:
-            own = {x.name: method for x in self.links if method in x.methods}
-            own[self.links[self.anchor].name] = self.grid
+            own = self._taking(method) | {self.links[self.anchor].name: self.grid}
             self.anchoreds[method] = self._converted(own)
         return self.anchoreds[method]
+
+    def _taking(self, method: Method) -> dict[str, Method]:
+        """The method for every link that takes it; a layer that takes none has no entry."""
+        layers = ((x, self.exact.get_submodule(x.name)) for x in self.links)
+        return {
+            x.name: method
+            for x, layer in layers
+            if method in x.methods and isinstance(layer, Converted)
+        }
 
     def _converted(self, methods: dict[str, Method]) -> nn.Module:
         copied = self.copy()

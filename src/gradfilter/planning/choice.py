@@ -7,8 +7,10 @@ from pathlib import Path
 
 from gradfilter import tables
 from gradfilter.plan import FROZEN, Plan
+from gradfilter.region.grid import takes
 
 MIB = 2**20
+EXAMPLE = "measured with the engine: give convert an example, without one a step takes more"
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,8 @@ class Choice(Plan):
         if self.peaks:
             of = ", ".join(f"{name} {size / MIB:.1f} MB" for name, size in self.peaks.items())
             told.append(f"peak over the weights, working maps included: {of}")
+        if any(takes(entry.method) for entry in self.values()):
+            told.append(EXAMPLE)
         return told + self.notes
 
     def plot(self, path: str | Path) -> None:

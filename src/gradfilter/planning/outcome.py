@@ -104,6 +104,7 @@ class Outcome:
         optimizer = kind(parameters, lr=0.0, **({} if copies > 2 else {"momentum": momentum}))
         optimizer.step()
         state = _bytes(t for s in optimizer.state.values() for t in s.values())
+        state += max(0, copies - 3) * own  # of an optimizer that holds more than Adam
         optimizer.zero_grad(set_to_none=True)
         return Held(found, own, state)
 

@@ -178,7 +178,24 @@ class Search:
             if self.limits[name] < least
         ]
         head = self.chain.links[-1].name
+        if not parts:
+            both = " and ".join(f"a {n} budget of {TOLD[n](v)}" for n, v in self.limits.items())
+            return (
+                f"plan: {both} are impossible together: no method for the output layer {head!r} "
+                f"keeps to both; the smallest possible are {self._corners()}"
+            )
         return f"plan: {'; '.join(parts)}, which trains the output layer {head!r} alone"
+
+    def _corners(self) -> str:
+        """What each method of the output layer takes, those that another beats left out."""
+        least: list[tuple[float, ...]] = []
+        for cost in sorted({o.moves[0].cost for o in self.layers[0]}):
+            if not least or cost[1] < least[-1][1]:
+                least.append(cost)
+        return ", or ".join(
+            " with ".join(TOLD[n](self.base[n] + v) for n, v in zip(self.limits, c, strict=True))
+            for c in least
+        )
 
 
 def passes_exactly(method: Method) -> bool:

@@ -108,6 +108,8 @@ def own_labels(model: nn.Module, batch) -> tuple[Target, str]:
         scores = call(model, batch)
     if not (isinstance(scores, Tensor) and scores.is_floating_point() and scores.ndim in (2, 4)):
         return None, "no target: the loss is the mean square of the output"
+    if not bool(scores.isfinite().all()):
+        raise ValueError("plan: the model's output of this batch has NaN or infinite values")
     shares = scores.detach().float().movedim(1, -1).softmax(-1)  # [N, ..., classes]
     generator = torch.Generator(shares.device).manual_seed(0)
     drawn = torch.multinomial(shares.flatten(0, -2), 1, generator=generator)

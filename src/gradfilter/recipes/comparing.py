@@ -29,7 +29,7 @@ from gradfilter.recipes.trainer import TASKS, Diverged, Trainer
 
 SHARED, MEASURED, OUTCOME = "settings.yaml", "measured.json", "outcome.json"
 PAGE, NUMBERS, LINES = "comparison.html", "comparison.json", "comparison.csv"
-RUNS = "runs"
+RUNS, PLANS = "runs", "plans"
 
 # what a comparison that goes on may change: no result depends on it
 FREE = ("root", "download", "device", "workers", "save_every", "tensorboard", *options.CHOSEN)
@@ -110,6 +110,7 @@ class Comparing:
         runs = [(c, seed) for seed in self.seeds for c in self.contenders]
         left = [run for run in runs if not (self._folder(*run) / OUTCOME).is_file()]
         self.screen.say(f"{len(left)} of {len(runs)} runs to train")
+        self._keep_plans()
         self._write()
         with self.screen.bar("runs", len(runs), len(runs) - len(left)) as advance:
             for contender, seed in left:
@@ -122,6 +123,8 @@ class Comparing:
         folder, failed, seconds = self._folder(contender, seed), None, None
         name = f"{contender.title}, {contender.depth}, seed {seed}"
         settings = contender.settings(self.settings, seed).changed(out=str(folder))
+        if contender.plan:
+            settings = settings.changed(plan=self._kept(contender))
         resume = (folder / recording.CONFIG).is_file()
         try:
             result = training.train(settings, resume=resume, screen=Hushed(self.screen, name))
@@ -259,12 +262,24 @@ class Comparing:
     def _folder(self, contender: Contender, seed: int) -> Path:
         return self.out / RUNS / f"{contender.name}-seed{seed}"
 
+    def _kept(self, contender: Contender) -> Path:
+        return self.out / PLANS / f"{contender.name}{Path(contender.plan).suffix}"
+
+    def _keep_plans(self) -> None:
+        """Copies to train from: the files may be written anew while runs are on their way."""
+        for contender in self.contenders:
+            if contender.plan:
+                self._kept(contender).parent.mkdir(exist_ok=True)
+                write(self._kept(contender), contender.content)
+
     def _command(self) -> str:
         """The command that makes this comparison."""
         c = self.contenders
         methods = dict.fromkeys(x.spelled for x in c)
-        depths = dict.fromkeys("all" if x.last is None else str(x.last) for x in c)
-        words = ["--methods", *methods, "--last", *depths, "--seeds", *map(str, self.seeds)]
+        # a plan says itself what is trained: its depth is none to train methods at
+        depths = dict.fromkeys("all" if x.last is None else str(x.last) for x in c if not x.plan)
+        last = ["--last", *depths] if depths else []
+        words = ["--methods", *methods, *last, "--seeds", *map(str, self.seeds)]
         shared = _words(self.settings.changed(compare=True))
         return shlex.join(["gradfilter", "compare", *shared, *words, "--out", str(self.out)])
 

@@ -245,7 +245,7 @@ class Comparison:
     def _line(self, e: Entry, r: Run) -> list:
         scores = [row[f"test_{self.metric}"] for row in r.rows if row["step"]]
         end = scores[-1] if r.status == DONE else None
-        last = e.contender.last or "all"
+        last = e.contender.depth if e.contender.plan else e.contender.last or "all"
         found = (_number(v) for v in (end, max(scores, default=None), r.seconds))
         return [e.contender.spelled, last, r.seed, r.status, *found]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gradfilter import methods
@@ -19,13 +20,16 @@ PLAN = "plan"  # in place of a method's name
 class Contender:
     """A method with its knobs; `last` is how many layers it trains, None for all.
 
-    Or a plan, by its file, which says itself what is trained.
+    Or a plan, by its file, which says itself what is trained. Its `content` is as it was when the
+    comparison began: a long one must not change on its way. `shown` is what its title calls it.
     """
 
     method: str
     knobs: tuple[tuple[str, float], ...]
     last: int | None
     plan: str | None = None
+    content: bytes = field(default=b"", repr=False)
+    shown: str = ""
 
     @property
     def spelled(self) -> str:
@@ -37,7 +41,7 @@ class Contender:
     @property
     def title(self) -> str:
         if self.plan:
-            return f"{PLAN} {Path(self.plan).stem}"
+            return f"{PLAN} {self.shown}"
         return f"{self.method} {self._knobs('=', ', ')}".rstrip()
 
     @property
@@ -50,7 +54,7 @@ class Contender:
     def name(self) -> str:
         """For folders: `galerkin-grid7-last4`; a plan that was changed is another contender."""
         if self.plan:
-            content = hashlib.blake2b(Path(self.plan).read_bytes(), digest_size=3).hexdigest()
+            content = hashlib.blake2b(self.content, digest_size=3).hexdigest()
             return f"{PLAN}-{Path(self.plan).stem}-{content}"
         depth = ALL if self.last is None else f"last{self.last}"
         return "-".join([self.method, *([self._knobs("", "-")] if self.knobs else []), depth])
@@ -77,12 +81,20 @@ def contenders(spelled: list[str], depths: list[int | None]) -> list[Contender]:
             found.append(_planned(text.removeprefix(f"{PLAN}:")))
         else:
             found += [Contender(*_read(text), last) for last in depths]
-    return list({c.name: c for c in found}.values())
+    return _told_apart(list({c.name: c for c in found}.values()))
 
 
 def _planned(file: str) -> Contender:
+    if not file:
+        raise ValueError(f"{PLAN}: needs a file, as in {PLAN}:plan.yaml")
     read(file)  # or refuse it before anything is trained
-    return Contender(PLAN, (), None, file)
+    return Contender(PLAN, (), None, file, Path(file).read_bytes(), Path(file).stem)
+
+
+def _told_apart(found: list[Contender]) -> list[Contender]:
+    """Plans of one name, as a/plan.yaml and b/plan.yaml, get their whole path as a title."""
+    titles = Counter(c.title for c in found if c.plan)
+    return [replace(c, shown=c.plan) if titles[c.title] > 1 else c for c in found]
 
 
 def _read(text: str) -> tuple[str, tuple[tuple[str, float], ...]]:

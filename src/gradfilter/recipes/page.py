@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from pathlib import Path
 
 WEB = Path(__file__).parent / "web"
@@ -22,10 +23,9 @@ def render(content: dict) -> str:
         "{{numbers}}": _inside(content),
         "{{script}}": "\n".join(map(_text, SCRIPTS)),
     }
-    page = _text("page.html")
-    for place, text in parts.items():
-        page = page.replace(place, text)
-    return page
+    # all at once: a data folder may be called as a place is
+    places = re.compile("|".join(map(re.escape, parts)))
+    return places.sub(lambda found: parts[found[0]], _text("page.html"))
 
 
 def _inside(content: dict) -> str:

@@ -22,7 +22,7 @@ def draw(found: Comparison, path: str | Path) -> None:
     axes[0].set_ylabel(f"{found.metric}, %")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
-    figure.suptitle(f"{found.about['model']} on {found.about['data']}", fontsize=10)
+    figure.suptitle(_literal(f"{found.about['model']} on {found.about['data']}"), fontsize=10)
     figure.savefig(path)
 
 
@@ -38,7 +38,7 @@ def _panel(found: Comparison, panel, cost: Cost) -> None:
         colour = "black" if c.exact else COLOURS[titles.index(c.title) % len(COLOURS)]
         shape = SHAPES[depths.index(c.depth) % len(SHAPES)]
         points.append((x, 100 * e.mean))
-        look = {"fmt": shape, "color": colour, "ms": 6, "capsize": 3, "label": e.label}
+        look = {"fmt": shape, "color": colour, "ms": 6, "capsize": 3, "label": _literal(e.label)}
         panel.errorbar(x, 100 * e.mean, 100 * (e.deviation or 0), **look)
     line = frontier(points)
     look = {"color": "0.6", "lw": 1, "zorder": 0, "drawstyle": "steps-post"}
@@ -48,6 +48,11 @@ def _panel(found: Comparison, panel, cost: Cost) -> None:
     panel.set_xlabel(f"{cost.title}, {cost.unit}")
     panel.grid(alpha=0.3)
     panel.spines[["top", "right"]].set_visible(False)
+
+
+def _literal(name: str) -> str:
+    """A folder's or plan's name as it is: matplotlib takes what is between $ for a formula."""
+    return name.replace("$", r"\$")
 
 
 def _logarithmic(panel) -> None:
