@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -154,6 +155,20 @@ def test_predict_masks(scenes, tmp_path, capsys):
     assert str(out / "predictions" / "new.png") in capsys.readouterr().out
     with Image.open(out / "predictions" / "new.png") as mask:
         assert mask.size == (50, 20)
+
+
+def test_masks_take_the_place_of_no_picture_and_of_no_other_mask(scenes, tmp_path, capsys):
+    out, places = tmp_path / "run", [tmp_path / "a", tmp_path / "b"]
+    assert train("--data", scenes, "--out", out) == 0
+    for place, size in zip(places, [(50, 20), (20, 50)], strict=True):
+        place.mkdir()
+        Image.new("RGB", size, "white").save(place / "new.png")
+    asked, before = [p / "new.png" for p in places], (places[0] / "new.png").read_bytes()
+    capsys.readouterr()
+    assert gradfilter("predict", out, *asked, "--masks", places[0]) == 0
+    assert asked[0].read_bytes() == before
+    masks = [Path(line.split(": ")[1]) for line in capsys.readouterr().out.splitlines()]
+    assert [Image.open(mask).size for mask in masks] == [(50, 20), (20, 50)]
 
 
 MISTAKES = [
