@@ -94,6 +94,13 @@ def test_pictures_lie_at_any_depth_of_a_class(tmp_path):
     assert len(data.train) + len(data.test) == 4
 
 
+def test_hidden_folders_in_a_class_do_not_count(tmp_path):
+    for name in ("cat/1.png", "cat/2.png", "cat/.thumbnails/1.png", "dog/1.png", "dog/2.png"):
+        save(tmp_path / name)
+    data = open_data(str(tmp_path))
+    assert len(data.train) + len(data.test) == 4
+
+
 def test_class_names_come_from_a_table_if_there_is_one(tmp_path):
     for kind in ("007", "12"):
         save(tmp_path / "train" / kind / "1.png")

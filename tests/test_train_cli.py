@@ -128,6 +128,14 @@ def test_evaluate(run, capsys):
     assert gradfilter("evaluate", run, "--which", "last") == 0
 
 
+def test_a_run_among_the_pictures_is_no_class(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tiny.photographs(tmp_path / "photos") / "train")
+    assert train("--data", ".") == 0
+    assert gradfilter("evaluate", "runs/train-tiny") == 0
+    assert train("--data", ".") == 0
+    assert "4 classes" not in capsys.readouterr().out
+
+
 def test_evaluate_on_other_data(run, tmp_path, capsys):
     other = tiny.photographs(tmp_path / "other", each=2)
     assert gradfilter("evaluate", run, "--data", other) == 0
