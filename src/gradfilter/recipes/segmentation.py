@@ -109,7 +109,9 @@ class Segmentation:
             cell.set_title(title)
         colours = [[c / 255 for c in colour] for colour in palette(len(self.classes))]
         keys = [Patch(color=c, label=n) for c, n in zip(colours, self.classes, strict=True)]
-        figure.legend(handles=keys[:40], loc="outside lower center", ncols=6, frameon=False)
+        place = {"loc": "outside lower center", "ncols": 6, "frameon": False}
+        for text in figure.legend(handles=keys[:40], **place).get_texts():
+            text.set_parse_math(False)  # a dollar begins no formula
         figure.savefig(path)
         return path
 
