@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -136,6 +137,41 @@ def test_resuming_longer(photos, tmp_path):
     tiny.go(photos, tmp_path / "run", epochs=1)
     result = tiny.go_on(tmp_path / "run", epochs=2)
     assert [row["step"] for row in result.rows] == [0, 5, 10]
+
+
+def test_what_was_changed_on_the_way_stays_changed(photos, tmp_path):
+    tiny.go(photos, tmp_path / "run", epochs=1)
+
+    def die(rank):
+        tiny.arm("step", 3)
+        tiny.go_on(tmp_path / "run", epochs=3, lr=0.5)
+
+    assert tiny.forked(die) == [-signal.SIGKILL]
+    kept = training.resumed(tmp_path / "run")
+    assert (kept.epochs, kept.lr) == (3, 0.5)
+    assert tiny.go_on(tmp_path / "run").rows[-1]["step"] == 15
+
+
+def test_pictures_may_be_moved(photos, tmp_path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    shutil.copytree(photos, here)
+    tiny.go(here, tmp_path / "run", epochs=1)
+    here.rename(there)
+    with pytest.raises(ValueError, match=f"{here} is no folder: give --data"):
+        training.resumed(tmp_path / "run")
+    tiny.go_on(tmp_path / "run", data=str(there), epochs=2)
+    assert tiny.go_on(tmp_path / "run", epochs=3).rows[-1]["step"] == 15
+    with pytest.raises(ValueError, match="other pictures than the run"):
+        tiny.go_on(tmp_path / "run", data=str(tiny.photographs(tmp_path / "other")))
+
+
+def test_classes_of_other_names_are_refused(tmp_path):
+    photos = tiny.photographs(tmp_path / "photos")
+    tiny.go(photos, tmp_path / "run", epochs=1)
+    for part in ("train", "test"):
+        (photos / part / "class1").rename(photos / part / "zebra")
+    with pytest.raises(ValueError, match="other classes than the run"):
+        tiny.go_on(tmp_path / "run", epochs=2)
 
 
 def test_what_a_resumed_run_cannot_change(photos, tmp_path):

@@ -48,9 +48,11 @@ def resumed(out: Path, **options) -> Settings:
     config = Path(out) / recording.CONFIG
     if not config.is_file():
         raise ValueError(f"{out} holds no run: there is no {recording.CONFIG} in it")
-    if "data" in options:
-        options["data"] = place(str(options["data"]))
-    return settings.load(config).changed(out=str(out)).resumed(**options)
+    before = settings.load(config).changed(out=str(out))
+    data = place(str(options.pop("data", before.data)))  # may have been moved: see `Run._restore`
+    if data not in names() and not Path(data).is_dir():
+        raise ValueError(f"{data} is no folder: give --data, where the pictures of {out} are now")
+    return before.resumed(**options).changed(data=data)
 
 
 def place(data: str) -> str:
@@ -93,8 +95,8 @@ class Run:
         self.screen.say(report.greeting(settings, self.data, self.trainer))
         if found:
             self._restore(found)
-        elif world.first:
-            self._begin()
+        if world.first:
+            self._begin(found is None)
         if stored:
             stored.source(self.data.train, True)
             stored.source(self.data.test, False)
@@ -226,6 +228,7 @@ class Run:
                 f"this run has {found['processes']} processes, and now there are "
                 f"{self.world.size}: their batches would differ"
             )
+        self._check_data(found)
         try:
             trainer.model.load_state_dict(found["model"])
             trainer.optimizer.load_state_dict(found["optimizer"])
@@ -238,9 +241,20 @@ class Run:
         trainer.sums.copy_(found["sums"])
         self.step, self.rows, self.seconds = found["step"], found["rows"], found["seconds"]
         self.gain = found["gain"] and Gain(**found["gain"])
-        if found["fingerprint"] != self.fingerprint:
-            self.screen.say("the training pictures have changed since this run began")
         self.screen.say(f"going on after step {self.step} of {self.total}")
+
+    def _check_data(self, found: dict) -> None:
+        """Refuse pictures of other classes, and other pictures at another place."""
+        here, same = self.settings.data, found["fingerprint"] == self.fingerprint
+        known, moved = (
+            found["classes"] == list(self.data.classes),
+            here != found["settings"]["data"],
+        )
+        if not known or (moved and not same):
+            what = "pictures" if known else "classes"
+            raise ValueError(f"{here} has other {what} than the run in {self.out} had")
+        if not same:
+            self.screen.say("the training pictures have changed since this run began")
 
     def _folder(self, resume: bool) -> Path:
         """The folder of the run: the one asked for, or a new one."""
@@ -281,12 +295,13 @@ class Run:
         folder = Path(s.cache_dir) if s.cache_dir else self.out / "features"
         return Stored(self.trainer, folder, self.screen.bar)
 
-    def _begin(self) -> None:
-        """Write down what is to be done."""
+    def _begin(self, new: bool) -> None:
+        """Write down what is to be done; of a run that goes on, what may have been changed."""
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-            self.trainer.plan.save(self.out / recording.PLAN)
-            if self.places:
+            if new:
+                self.trainer.plan.save(self.out / recording.PLAN)
+            if new and self.places:
                 write(self.out / recording.SPLIT, json.dumps(self.places).encode())
             self.settings.changed(out=str(self.out)).save(self.out / recording.CONFIG)
         except OSError as error:
