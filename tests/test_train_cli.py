@@ -192,6 +192,7 @@ MISTAKES = [
     ("train --data {photos} --last 99", "last=99"),
     ("train --data {photos} --device tpu9", "tpu9"),
     ("train --data {photos} --device cuda:7", "cuda:7"),
+    ("train --data {photos} --device meta", "no meta here"),
     ("train --data {photos} --cache-features --augment light", "needs augment: none"),
     ("train --data {photos} --cache-features", "0 reads the picture itself and is trained"),
     ("train --data {photos} --plan {photos}/none.yaml", "none.yaml: No such file"),
