@@ -18,6 +18,7 @@ from PIL import Image  # noqa: E402
 
 from gradfilter.recipes import checkpoint, training  # noqa: E402
 from gradfilter.recipes.datasets import BadPicture  # noqa: E402
+from gradfilter.recipes.features import Stored  # noqa: E402
 from gradfilter.recipes.trainer import Diverged, Trainer  # noqa: E402
 from gradfilter.recipes.training import Stopped, train  # noqa: E402
 
@@ -115,6 +116,29 @@ def test_ctrl_c_while_testing(photos, tmp_path, monkeypatch):
     result = tiny.go_on(out)
     assert tiny.same(tiny.weights(out), tiny.weights(tmp_path / "whole"))
     assert [r["train_loss"] for r in result.rows[1:]] == [r["train_loss"] for r in whole.rows[1:]]
+
+
+def test_ctrl_c_while_features_are_stored(photos, tmp_path, monkeypatch):
+    tiny.go(photos, tmp_path / "whole", cache_features=True, last=2)
+    out, front = tmp_path / "stopped", Stored.front
+
+    def interrupted(self, images):
+        os.kill(os.getpid(), signal.SIGINT)
+        return front(self, images)
+
+    monkeypatch.setattr(Stored, "front", interrupted)
+    with pytest.raises(Stopped, match=f"go on with: gradfilter train --resume {out}"):
+        tiny.go(photos, out, cache_features=True, last=2)
+    monkeypatch.setattr(Stored, "front", front)
+    tiny.go_on(out)
+    assert tiny.same(tiny.weights(out), tiny.weights(tmp_path / "whole"))
+
+
+def test_an_unreadable_picture_while_features_are_stored(tmp_path):
+    photos = tiny.photographs(tmp_path / "photos")
+    (photos / "train" / "class1" / "4.png").write_bytes(b"")
+    with pytest.raises(BadPicture, match=r"class1/4\.png: .*; then go on with: .* --resume"):
+        tiny.go(photos, tmp_path / "run", cache_features=True, last=2)
 
 
 def test_a_loss_that_is_no_number_stops_with_advice(photos, tmp_path):

@@ -91,24 +91,26 @@ class Run:
         self.gain: Gain | None = None
         self.tally: dict[str, Tensor] | None = None
         self.fingerprint = self.data.train.fingerprint()
-        stored = self._stored() if settings.cache_features else None
+        self.stored = self._stored() if settings.cache_features else None
         self.screen.say(report.greeting(settings, self.data, self.trainer))
         if found:
             self._restore(found)
         if world.first:
             self._begin(found is None)
-        if stored:
-            stored.source(self.data.train, True)
-            stored.source(self.data.test, False)
 
     def go(self) -> Result:
         """Train to the end."""
         on = self.settings.tensorboard and self.world.first
         self.events = recording.Events(self.out, self.step, on)
         try:
+            self._store()
             with interrupts() as self.asked:
                 self._compare()
                 self._loop()
+        except KeyboardInterrupt as stop:
+            if isinstance(stop, Stopped) or not self.world.first:
+                raise
+            raise Stopped(f"stopped at once: {self._how_to_go_on()}") from None
         except Diverged as error:
             slower = f"--lr {self.settings.lr / 4:g}"
             raise Diverged(f"{error}: {self._how_to_go_on(slower)}") from None
@@ -118,6 +120,12 @@ class Run:
             self.events.close()
             self.trainer.close()
         return self._finish()
+
+    def _store(self) -> None:
+        """Store features where they are not yet; Ctrl-C meanwhile has nothing to save."""
+        if self.stored:
+            self.stored.source(self.data.train, True)
+            self.stored.source(self.data.test, False)
 
     def _loop(self) -> None:
         self.saved = time.monotonic()
