@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,8 +21,9 @@ from gradfilter.recipes import checkpoint, training  # noqa: E402
 from gradfilter.recipes.datasets import BadPicture  # noqa: E402
 from gradfilter.recipes.features import Stored  # noqa: E402
 from gradfilter.recipes.trainer import Diverged, Trainer  # noqa: E402
-from gradfilter.recipes.training import Stopped, train  # noqa: E402
+from gradfilter.recipes.training import Run, Stopped, train  # noqa: E402
 
+DRAW = Run._draw
 pytestmark = pytest.mark.usefixtures("tiny_networks")
 
 
@@ -206,6 +208,27 @@ def test_what_a_resumed_run_cannot_change(photos, tmp_path):
         training.resumed(tmp_path / "nothing")
     with pytest.raises(ValueError, match="holds a run: --resume"):
         tiny.go(photos, tmp_path / "run")
+
+
+def test_pictures_that_a_kill_prevented_are_drawn(photos, tmp_path, monkeypatch):
+    monkeypatch.setattr(Run, "_draw", DRAW)
+    tiny.go(photos, tmp_path / "run", epochs=1)
+    (tmp_path / "run" / "confusion.png").unlink()
+    tiny.go_on(tmp_path / "run")
+    assert (tmp_path / "run" / "confusion.png").is_file()
+
+
+def test_relative_files_are_found_from_elsewhere(photos, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny.go(photos, tmp_path / "first", epochs=1)
+    Path("plan.yaml").write_text('"*": {method: galerkin, grid: 3}\n')
+    files = {"weights": "first/best.pt", "plan": "plan.yaml"}
+    tiny.go(photos, tmp_path / "run", epochs=1, **files)
+    training.resumed(tmp_path / "run", **files)  # is no change
+    monkeypatch.chdir(photos)
+    for name in ("last.pt", "previous.pt"):
+        (tmp_path / "run" / name).unlink()  # as if killed before anything was saved
+    assert tiny.go_on(tmp_path / "run").rows[-1]["step"] == 5
 
 
 def test_a_relative_folder_is_found_from_elsewhere(photos, tmp_path, monkeypatch):

@@ -23,6 +23,7 @@ class Segmentation:
     """Cross-entropy of every pixel; mean intersection over union. Some pixels may be ignored."""
 
     headline = "miou"
+    picture = "predictions.png"
 
     def __init__(self, classes: Sequence[str], ignore: int | None = None):
         self.classes, self.ignore = tuple(classes), ignore
@@ -70,7 +71,7 @@ class Segmentation:
 
     def pictures(self, tally: Tally, samples: Sequence[Sample], folder: Path) -> list[Path]:
         """Draw `predictions.png`: images, truth and prediction side by side."""
-        path = Path(folder) / "predictions.png"
+        path = Path(folder) / self.picture
         return [self._draw(samples[:DRAWN], path)] if samples else []
 
     def show(self, output: Tensor, image: Tensor):

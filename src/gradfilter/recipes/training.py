@@ -52,13 +52,25 @@ def resumed(out: Path, **options) -> Settings:
     data = place(str(options.pop("data", before.data)))  # may have been moved: see `Run._restore`
     if data not in names() and not Path(data).is_dir():
         raise ValueError(f"{data} is no folder: give --data, where the pictures of {out} are now")
-    return before.resumed(**options).changed(data=data)
+    asked = before.changed(**options)
+    kept = {k: v for k, v in placed(asked).items() if k in options}
+    return before.resumed(**options | kept).changed(data=data)
 
 
 def place(data: str) -> str:
     """The full path of a folder of pictures, so that a run goes on from anywhere; else as it is."""
     folder = Path(data).expanduser()
     return str(folder.resolve()) if data and data not in names() and folder.is_dir() else data
+
+
+def placed(settings: Settings) -> dict[str, str]:
+    """The full paths of what a run reads, under the names of their settings."""
+    paths = [k for k in ("root", "cache_dir", "plan") if getattr(settings, k)]
+    if settings.weights not in ("library", "none"):
+        paths.append("weights")
+    return {k: str(Path(getattr(settings, k)).absolute()) for k in paths} | {
+        "data": place(settings.data)
+    }
 
 
 def opened(settings: Settings) -> tuple[Data, parts.Places | None]:
@@ -76,10 +88,7 @@ class Run:
     """One run: its trainer, its folder, and how far it is."""
 
     def __init__(self, settings: Settings, world: World, screen: Screen, resume: bool):
-        settings = settings.changed(
-            data=place(settings.data),
-            **{k: Path(v).absolute() for k in ("root", "cache_dir") if (v := getattr(settings, k))},
-        )
+        settings = settings.changed(**placed(settings))
         self.settings, self.world, self.screen = settings, world, screen
         self.out = self._folder(resume)
         found = self._found() if resume else None
@@ -107,6 +116,7 @@ class Run:
             with interrupts() as self.asked:
                 self._compare()
                 self._loop()
+                self._see()
         except KeyboardInterrupt as stop:
             if isinstance(stop, Stopped) or not self.world.first:
                 raise
@@ -141,6 +151,12 @@ class Run:
                 advance(note=self._note())
                 self._after_step()
                 begin = time.monotonic()
+
+    def _see(self) -> None:
+        """Test once more where a run was ended between its last row and its pictures."""
+        picture = self.out / self.trainer.task.picture
+        if self.tally is None and self.world.share(not picture.exists()):
+            self._test()
 
     def _after_step(self) -> None:
         wish = self._wish()
