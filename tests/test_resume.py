@@ -258,6 +258,14 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(photos, tmp_path, caps
     assert tiny.same(tiny.weights(tmp_path / "run"), tiny.weights(tmp_path / "whole"))
 
 
+def test_weights_alone_cannot_be_gone_on_from(photos, tmp_path):
+    out = tmp_path / "run"
+    tiny.go(photos, out, epochs=1)
+    shutil.copy(out / "best.pt", out / "last.pt")
+    with pytest.raises(ValueError, match="no run to go on"):
+        tiny.go_on(out)
+
+
 def test_a_full_disk_leaves_the_last_good_state(photos, tmp_path, monkeypatch):
     tiny.go(photos, tmp_path / "whole")
     written, fsync = [], os.fsync

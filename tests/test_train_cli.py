@@ -189,6 +189,7 @@ MISTAKES = [
     ("train --data {photos} --energy 0.5", "galerkin has no energy"),
     ("train --data {photos} --parts 2 --part 2", "part must be 0 to 1"),
     ("train --data {photos} --split odd", "invalid choice"),
+    ("train --data {photos} --std 0", "std must be above 0"),
     ("train --data {photos} --last 99", "last=99"),
     ("train --data {photos} --device tpu9", "tpu9"),
     ("train --data {photos} --device cuda:7", "cuda:7"),

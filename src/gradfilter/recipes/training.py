@@ -298,6 +298,8 @@ class Run:
         found, problem = checkpoint.latest(self.out)
         if problem:
             self.screen.say(problem)
+        if found and "optimizer" not in found:
+            raise ValueError(f"{self.out} has weights to use, such as best.pt, but no run to go on")
         return found
 
     def _trainer(self, found: dict | None) -> Trainer:
