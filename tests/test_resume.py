@@ -258,6 +258,22 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(photos, tmp_path, caps
     assert tiny.same(tiny.weights(tmp_path / "run"), tiny.weights(tmp_path / "whole"))
 
 
+@pytest.mark.parametrize("rename", [1, 2, 3, 4])
+def test_killed_again_after_a_damaged_checkpoint(photos, tmp_path, rename):
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    tiny.go(photos, whole)
+    shutil.copytree(whole, out)
+    (out / "last.pt").write_bytes((out / "last.pt").read_bytes()[:-200])
+
+    def die(rank):
+        tiny.arm("rename", rename)
+        tiny.go_on(out)
+
+    assert tiny.forked(die) == [-signal.SIGKILL]
+    tiny.go_on(out)
+    assert tiny.same(tiny.weights(out), tiny.weights(whole))
+
+
 def test_weights_alone_cannot_be_gone_on_from(photos, tmp_path):
     out = tmp_path / "run"
     tiny.go(photos, out, epochs=1)

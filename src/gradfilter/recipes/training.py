@@ -298,6 +298,9 @@ class Run:
         found, problem = checkpoint.latest(self.out)
         if problem:
             self.screen.say(problem)
+        self.world.wait()  # until all have read what is there
+        if found and problem and self.world.first:
+            checkpoint.set_aside(self.out)
         if found and "optimizer" not in found:
             raise ValueError(f"{self.out} has weights to use, such as best.pt, but no run to go on")
         return found
