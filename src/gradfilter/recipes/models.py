@@ -74,7 +74,7 @@ def build(
     try:
         model = source.create(name, num_classes, size)
     except AssertionError as error:  # so transformers refuse a size that is not whole patches
-        raise ValueError(f"{name} cannot be made for {size}x{size} pixels: {error}") from error
+        raise ValueError(f"{name} cannot take {size}x{size} images: {error}") from error
     start = _start(source, name, str(weights), size)
     about = start.about
     if start.state is not None:

@@ -109,7 +109,8 @@ class Segmentation:
         for cell, title in zip(axes[0], ("image", "truth", "prediction"), strict=True):
             cell.set_title(title)
         colours = [[c / 255 for c in colour] for colour in palette(len(self.classes))]
-        keys = [Patch(color=c, label=n) for c, n in zip(colours, self.classes, strict=True)]
+        names = map(confusion.drawable, self.classes)
+        keys = [Patch(color=c, label=n) for c, n in zip(colours, names, strict=True)]
         place = {"loc": "outside lower center", "ncols": 6, "frameon": False}
         for text in figure.legend(handles=keys[:40], **place).get_texts():
             text.set_parse_math(False)  # a dollar begins no formula

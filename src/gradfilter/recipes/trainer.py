@@ -249,8 +249,7 @@ class Trainer:
         except (RuntimeError, AssertionError, ValueError) as error:
             why = str(error).strip().partition("\n")[0]
             size = f"{self.size}x{self.size}"
-            told = f"{self.settings.model} cannot take pictures of {size} pixels (--size): {why}"
-            raise ValueError(told) from error
+            raise ValueError(f"{self.settings.model} cannot take {size} images: {why}") from error
 
     def noise(self, count: int) -> Tensor:
         """Pictures of bytes without meaning."""
