@@ -71,10 +71,15 @@ def files_below(root: Path, folder: Path) -> list[str]:
         if RUN.issubset(files):
             folders.clear()
             continue
-        folders[:] = [name for name in folders if name[0] != "."]
+        folders[:] = [f for f in folders if f[0] != "." and not leads_back(Path(place, f))]
         inside = Path(place).relative_to(root).as_posix()
         found += [f"{inside}/{file}" for file in files if is_picture(file)]
     return sorted(found)
+
+
+def leads_back(folder: Path) -> bool:
+    """Whether a link goes to a folder that it lies in: all there would be found again and again."""
+    return folder.is_symlink() and folder.parent.resolve().is_relative_to(folder.resolve())
 
 
 def is_picture(file: str) -> bool:
