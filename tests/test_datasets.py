@@ -94,6 +94,28 @@ def test_pictures_lie_at_any_depth_of_a_class(tmp_path):
     assert len(data.train) + len(data.test) == 4
 
 
+def test_links_are_followed_but_not_in_a_circle(tmp_path):
+    for name in ("cat/1.png", "dog/1.png", "dog/2.png"):
+        save(tmp_path / "photos" / name)
+    save(tmp_path / "elsewhere" / "2.png")
+    (tmp_path / "photos" / "cat" / "more").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "photos" / "cat" / "back").symlink_to(tmp_path / "photos" / "cat")
+    data = open_data(str(tmp_path / "photos"))
+    assert sorted(data.train.names + data.test.names) == [
+        "cat/1.png",
+        "cat/more/2.png",
+        "dog/1.png",
+        "dog/2.png",
+    ]
+
+
+def test_hidden_folders_in_a_class_do_not_count(tmp_path):
+    for name in ("cat/1.png", "cat/2.png", "cat/.thumbnails/1.png", "dog/1.png", "dog/2.png"):
+        save(tmp_path / name)
+    data = open_data(str(tmp_path))
+    assert len(data.train) + len(data.test) == 4
+
+
 def test_class_names_come_from_a_table_if_there_is_one(tmp_path):
     for kind in ("007", "12"):
         save(tmp_path / "train" / kind / "1.png")

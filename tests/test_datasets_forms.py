@@ -145,6 +145,12 @@ def test_scenes_with_classes_of_their_own(scenes):
         data.train[0]
 
 
+def test_scenes_with_more_classes_than_a_byte_tells(scenes):
+    (scenes / "classes.txt").write_text("".join(f"class {i}\n" for i in range(255)))
+    with pytest.raises(ValueError, match=r"classes\.txt: 255 classes, and masks have 254"):
+        open_data(str(scenes))
+
+
 def test_scenes_with_mistakes(scenes):
     save_mask(scenes / "trainannot" / "1.png", [[1]])
     with pytest.raises(BadPicture, match=r"1\.png: a mask of 1x1 pixels for a picture of 6x4"):

@@ -3,6 +3,8 @@
 import json
 import pickle
 import shutil
+import threading
+import time
 
 import pytest
 import torch
@@ -211,6 +213,24 @@ def test_features_are_stored_once(trained, monkeypatch):
         stored.source(data.train, True)
         stored.source(data.train, True)
     assert len(calls) == 1
+
+
+def test_two_runs_at_once_store_once(trained, monkeypatch):
+    (first, data), (second, same) = trained(), trained()
+    fill, calls, found = features._fill, [], []
+    other = threading.Thread(target=lambda: found.append(second.source(same.train, True)))
+
+    def slow(*arguments):
+        calls.append(1)
+        if len(calls) == 1:
+            other.start()
+            time.sleep(0.5)  # in which the other would begin, too
+        return fill(*arguments)
+
+    monkeypatch.setattr(features, "_fill", slow)
+    here = first.source(data.train, True)
+    other.join()
+    assert len(calls) == 1 and found[0].folder == here.folder
 
 
 def change_weight(stored, photos):

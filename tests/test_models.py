@@ -14,6 +14,8 @@ smp = pytest.importorskip("segmentation_models_pytorch")
 
 import gradfilter as gf  # noqa: E402
 from gradfilter.recipes import lite0, models, segmenters  # noqa: E402
+from gradfilter.recipes.settings import Settings  # noqa: E402
+from gradfilter.recipes.trainer import Trainer  # noqa: E402
 
 SMALL = "mobilenet_v3_small"
 SEGMENTERS = [
@@ -68,6 +70,13 @@ def test_networks_with_extra_heads_give_one_output_in_training():
 def test_a_transformer_is_made_for_the_size_asked_for():
     network = models.build("vit_tiny_patch16_224", 3, weights="none", size=64)
     assert network.model(network.prepare(noise(1, 3, 64, 64))).shape == (1, 3)
+
+
+@pytest.mark.parametrize("name, size", [("vit_b_16", 30), ("squeezenet1_1", 8)])
+def test_a_size_that_a_network_cannot_take_is_refused(name, size):
+    settings = Settings(model=name, weights="none", size=size, device="cpu")
+    with pytest.raises(ValueError, match=f"{name} cannot take {size}x{size} images"):
+        Trainer(settings, "classification", ("a", "b"))
 
 
 def test_prepare_normalises_bytes_channel_by_channel():

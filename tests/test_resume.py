@@ -2,9 +2,11 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +19,11 @@ from PIL import Image  # noqa: E402
 
 from gradfilter.recipes import checkpoint, training  # noqa: E402
 from gradfilter.recipes.datasets import BadPicture  # noqa: E402
+from gradfilter.recipes.features import Stored  # noqa: E402
 from gradfilter.recipes.trainer import Diverged, Trainer  # noqa: E402
-from gradfilter.recipes.training import Stopped, train  # noqa: E402
+from gradfilter.recipes.training import Run, Stopped, train  # noqa: E402
 
+DRAW = Run._draw
 pytestmark = pytest.mark.usefixtures("tiny_networks")
 
 
@@ -116,6 +120,29 @@ def test_ctrl_c_while_testing(photos, tmp_path, monkeypatch):
     assert [r["train_loss"] for r in result.rows[1:]] == [r["train_loss"] for r in whole.rows[1:]]
 
 
+def test_ctrl_c_while_features_are_stored(photos, tmp_path, monkeypatch):
+    tiny.go(photos, tmp_path / "whole", cache_features=True, last=2)
+    out, front = tmp_path / "stopped", Stored.front
+
+    def interrupted(self, images):
+        os.kill(os.getpid(), signal.SIGINT)
+        return front(self, images)
+
+    monkeypatch.setattr(Stored, "front", interrupted)
+    with pytest.raises(Stopped, match=f"go on with: gradfilter train --resume {out}"):
+        tiny.go(photos, out, cache_features=True, last=2)
+    monkeypatch.setattr(Stored, "front", front)
+    tiny.go_on(out)
+    assert tiny.same(tiny.weights(out), tiny.weights(tmp_path / "whole"))
+
+
+def test_an_unreadable_picture_while_features_are_stored(tmp_path):
+    photos = tiny.photographs(tmp_path / "photos")
+    (photos / "train" / "class1" / "4.png").write_bytes(b"")
+    with pytest.raises(BadPicture, match=r"class1/4\.png: .*; then go on with: .* --resume"):
+        tiny.go(photos, tmp_path / "run", cache_features=True, last=2)
+
+
 def test_a_loss_that_is_no_number_stops_with_advice(photos, tmp_path):
     with pytest.raises(Diverged, match="at step [23]; try a smaller --lr .* --resume .* --lr"):
         tiny.go(photos, tmp_path / "run", lr=1e30, clip=0, epochs=6)
@@ -138,6 +165,41 @@ def test_resuming_longer(photos, tmp_path):
     assert [row["step"] for row in result.rows] == [0, 5, 10]
 
 
+def test_what_was_changed_on_the_way_stays_changed(photos, tmp_path):
+    tiny.go(photos, tmp_path / "run", epochs=1)
+
+    def die(rank):
+        tiny.arm("step", 3)
+        tiny.go_on(tmp_path / "run", epochs=3, lr=0.5)
+
+    assert tiny.forked(die) == [-signal.SIGKILL]
+    kept = training.resumed(tmp_path / "run")
+    assert (kept.epochs, kept.lr) == (3, 0.5)
+    assert tiny.go_on(tmp_path / "run").rows[-1]["step"] == 15
+
+
+def test_pictures_may_be_moved(photos, tmp_path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    shutil.copytree(photos, here)
+    tiny.go(here, tmp_path / "run", epochs=1)
+    here.rename(there)
+    with pytest.raises(ValueError, match=f"{here} is no folder: give --data"):
+        training.resumed(tmp_path / "run")
+    tiny.go_on(tmp_path / "run", data=str(there), epochs=2)
+    assert tiny.go_on(tmp_path / "run", epochs=3).rows[-1]["step"] == 15
+    with pytest.raises(ValueError, match="other pictures than the run"):
+        tiny.go_on(tmp_path / "run", data=str(tiny.photographs(tmp_path / "other")))
+
+
+def test_classes_of_other_names_are_refused(tmp_path):
+    photos = tiny.photographs(tmp_path / "photos")
+    tiny.go(photos, tmp_path / "run", epochs=1)
+    for part in ("train", "test"):
+        (photos / part / "class1").rename(photos / part / "zebra")
+    with pytest.raises(ValueError, match="other classes than the run"):
+        tiny.go_on(tmp_path / "run", epochs=2)
+
+
 def test_what_a_resumed_run_cannot_change(photos, tmp_path):
     tiny.go(photos, tmp_path / "run", epochs=1)
     with pytest.raises(ValueError, match="this run has batch: 6, which a resumed run keeps"):
@@ -146,6 +208,27 @@ def test_what_a_resumed_run_cannot_change(photos, tmp_path):
         training.resumed(tmp_path / "nothing")
     with pytest.raises(ValueError, match="holds a run: --resume"):
         tiny.go(photos, tmp_path / "run")
+
+
+def test_pictures_that_a_kill_prevented_are_drawn(photos, tmp_path, monkeypatch):
+    monkeypatch.setattr(Run, "_draw", DRAW)
+    tiny.go(photos, tmp_path / "run", epochs=1)
+    (tmp_path / "run" / "confusion.png").unlink()
+    tiny.go_on(tmp_path / "run")
+    assert (tmp_path / "run" / "confusion.png").is_file()
+
+
+def test_relative_files_are_found_from_elsewhere(photos, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny.go(photos, tmp_path / "first", epochs=1)
+    Path("plan.yaml").write_text('"*": {method: galerkin, grid: 3}\n')
+    files = {"weights": "first/best.pt", "plan": "plan.yaml"}
+    tiny.go(photos, tmp_path / "run", epochs=1, **files)
+    training.resumed(tmp_path / "run", **files)  # is no change
+    monkeypatch.chdir(photos)
+    for name in ("last.pt", "previous.pt"):
+        (tmp_path / "run" / name).unlink()  # as if killed before anything was saved
+    assert tiny.go_on(tmp_path / "run").rows[-1]["step"] == 5
 
 
 def test_a_relative_folder_is_found_from_elsewhere(photos, tmp_path, monkeypatch):
@@ -173,6 +256,30 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(photos, tmp_path, caps
     assert "last.pt is damaged" in (said := capsys.readouterr().out)
     assert "going on from previous.pt, step 10" in said
     assert tiny.same(tiny.weights(tmp_path / "run"), tiny.weights(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("rename", [1, 2, 3, 4])
+def test_killed_again_after_a_damaged_checkpoint(photos, tmp_path, rename):
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    tiny.go(photos, whole)
+    shutil.copytree(whole, out)
+    (out / "last.pt").write_bytes((out / "last.pt").read_bytes()[:-200])
+
+    def die(rank):
+        tiny.arm("rename", rename)
+        tiny.go_on(out)
+
+    assert tiny.forked(die) == [-signal.SIGKILL]
+    tiny.go_on(out)
+    assert tiny.same(tiny.weights(out), tiny.weights(whole))
+
+
+def test_weights_alone_cannot_be_gone_on_from(photos, tmp_path):
+    out = tmp_path / "run"
+    tiny.go(photos, out, epochs=1)
+    shutil.copy(out / "best.pt", out / "last.pt")
+    with pytest.raises(ValueError, match="no run to go on"):
+        tiny.go_on(out)
 
 
 def test_a_full_disk_leaves_the_last_good_state(photos, tmp_path, monkeypatch):

@@ -176,6 +176,16 @@ def test_the_confusion_picture_shows_the_counts(count, tmp_path):
     assert drawn[0].shape != drawn[1].shape or (drawn[0] - drawn[1]).abs().max() > 0.5
 
 
+@pytest.mark.parametrize("name", ["$5_{$", "caf\udce9"])  # a formula; bytes that are no text
+@pytest.mark.parametrize("task", [Classification, Segmentation])
+def test_any_name_of_a_class_is_drawn(task, name, tmp_path):
+    pytest.importorskip("matplotlib")
+    task = task([name, "more"])
+    image, mask = torch.zeros(3, 8, 8, dtype=torch.uint8), torch.zeros(8, 8, dtype=torch.uint8)
+    samples = [(image, mask, torch.zeros(2, 8, 8))]
+    assert all(path.is_file() for path in task.pictures(task.tally(), samples, tmp_path))
+
+
 def test_predictions_are_drawn_beside_the_truth(tmp_path):
     pytest.importorskip("matplotlib")
     task = Segmentation(NAMES[:3], VOID)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -127,6 +128,14 @@ def test_evaluate(run, capsys):
     assert gradfilter("evaluate", run, "--which", "last") == 0
 
 
+def test_a_run_among_the_pictures_is_no_class(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tiny.photographs(tmp_path / "photos") / "train")
+    assert train("--data", ".") == 0
+    assert gradfilter("evaluate", "runs/train-tiny") == 0
+    assert train("--data", ".") == 0
+    assert "4 classes" not in capsys.readouterr().out
+
+
 def test_evaluate_on_other_data(run, tmp_path, capsys):
     other = tiny.photographs(tmp_path / "other", each=2)
     assert gradfilter("evaluate", run, "--data", other) == 0
@@ -156,6 +165,20 @@ def test_predict_masks(scenes, tmp_path, capsys):
         assert mask.size == (50, 20)
 
 
+def test_masks_take_the_place_of_no_picture_and_of_no_other_mask(scenes, tmp_path, capsys):
+    out, places = tmp_path / "run", [tmp_path / "a", tmp_path / "b"]
+    assert train("--data", scenes, "--out", out) == 0
+    for place, size in zip(places, [(50, 20), (20, 50)], strict=True):
+        place.mkdir()
+        Image.new("RGB", size, "white").save(place / "new.png")
+    asked, before = [p / "new.png" for p in places], (places[0] / "new.png").read_bytes()
+    capsys.readouterr()
+    assert gradfilter("predict", out, *asked, "--masks", places[0]) == 0
+    assert asked[0].read_bytes() == before
+    masks = [Path(line.split(": ")[1]) for line in capsys.readouterr().out.splitlines()]
+    assert [Image.open(mask).size for mask in masks] == [(50, 20), (20, 50)]
+
+
 MISTAKES = [
     ("train", "--data FOLDER"),
     ("train --data nowhere", "nowhere"),
@@ -166,9 +189,11 @@ MISTAKES = [
     ("train --data {photos} --energy 0.5", "galerkin has no energy"),
     ("train --data {photos} --parts 2 --part 2", "part must be 0 to 1"),
     ("train --data {photos} --split odd", "invalid choice"),
+    ("train --data {photos} --std 0", "std must be above 0"),
     ("train --data {photos} --last 99", "last=99"),
     ("train --data {photos} --device tpu9", "tpu9"),
     ("train --data {photos} --device cuda:7", "cuda:7"),
+    ("train --data {photos} --device meta", "no meta here"),
     ("train --data {photos} --cache-features --augment light", "needs augment: none"),
     ("train --data {photos} --cache-features", "0 reads the picture itself and is trained"),
     ("train --data {photos} --plan {photos}/none.yaml", "none.yaml: No such file"),

@@ -157,16 +157,24 @@ def predict(args: argparse.Namespace) -> None:
     from gradfilter.recipes import evaluation
 
     with user_errors(ValueError, OSError):
-        masks = args.masks or args.out / "predictions"
+        masks, drawn = args.masks or args.out / "predictions", {p.resolve() for p in args.images}
         found = evaluation.predict(args.out, args.images, which=args.which, device=args.device)
         for path, answer in found:
             if isinstance(answer, list):
                 told = ", ".join(f"{name} {share:.1%}" for name, share in answer)
             else:
                 masks.mkdir(parents=True, exist_ok=True)
-                told = masks / f"{path.stem}.png"
+                told = unused(masks, path.stem, drawn)
                 answer.save(told)
             print(f"{path}: {told}", flush=True)
+
+
+def unused(folder: Path, stem: str, taken: set[Path]) -> Path:
+    """A name for a mask that no picture asked about and no other mask of this call has."""
+    names = (f"{stem}-{n}.png" if n else f"{stem}.png" for n in range(len(taken) + 1))
+    path = next(folder / name for name in names if (folder / name).resolve() not in taken)
+    taken.add(path.resolve())
+    return path
 
 
 def predict_arguments(parser: argparse.ArgumentParser) -> None:

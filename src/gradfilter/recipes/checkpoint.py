@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gradfilter.convert import Converted
 
-LAST, PREVIOUS, BEST = "last.pt", "previous.pt", "best.pt"
+LAST, PREVIOUS, BEST, DAMAGED = "last.pt", "previous.pt", "best.pt", "damaged.pt"
 NEW = ".new"  # ending of a file that is being written
 
 
@@ -94,6 +94,12 @@ def latest(folder: Path) -> tuple[dict | None, str | None]:
     if problem:
         raise Damaged(f"{problem}, and there is no whole one to go on from")
     return None, "nothing was saved yet: this run starts from its beginning"
+
+
+def set_aside(folder: Path) -> None:
+    """Take a damaged last checkpoint out of the way, lest it take the place of the whole one."""
+    with suppress(FileNotFoundError):
+        os.replace(folder / LAST, folder / DAMAGED)
 
 
 def method_states(model: nn.Module) -> dict[str, dict[str, list[Tensor]]]:

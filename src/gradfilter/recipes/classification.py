@@ -21,6 +21,7 @@ class Classification:
     """Cross-entropy; top-1, top-5 and a confusion matrix."""
 
     headline = "top1"
+    picture = "confusion.png"
 
     def __init__(self, classes: Sequence[str], ignore: int | None = None):
         self.classes, self.ignore = tuple(classes), ignore
@@ -65,7 +66,7 @@ class Classification:
 
     def pictures(self, tally: Tally, samples: Sequence[Sample], folder: Path) -> list[Path]:
         """Draw `confusion.png`; the samples are for other tasks."""
-        path = Path(folder) / "confusion.png"
+        path = Path(folder) / self.picture
         return [confusion.picture(tally["confusion"], self.classes, path)]
 
     def show(self, output: Tensor, image: Tensor) -> list[tuple[str, float]]:

@@ -62,15 +62,22 @@ def picture(confusion: Tensor, classes: tuple[str, ...], path: Path) -> Path:
     axes.set(xlabel="predicted", ylabel="true")
     axes.set_title(f"{accuracy(confusion):.1%} of {int(confusion.sum()):,} pictures right")
     if len(classes) <= NAMED:
-        short = [name if len(name) <= 24 else f"{name[:22]}.." for name in classes]
-        size = 9 if len(classes) <= 30 else 7
-        axes.set_xticks(range(len(classes)), short, rotation=90, fontsize=size)
-        axes.set_yticks(range(len(classes)), short, fontsize=size)
+        names = map(drawable, classes)
+        short = [name if len(name) <= 24 else f"{name[:22]}.." for name in names]
+        # a dollar in the name of a folder begins no formula
+        look = {"fontsize": 9 if len(classes) <= 30 else 7, "parse_math": False}
+        axes.set_xticks(range(len(classes)), short, rotation=90, **look)
+        axes.set_yticks(range(len(classes)), short, **look)
     if len(classes) <= 20:
         _numbers(axes, shares)
     figure.colorbar(drawn, shrink=0.6, label="% of the true class")
     figure.savefig(path)
     return path
+
+
+def drawable(name: str) -> str:
+    """A class name with marks for what is no text: a folder's name may be any bytes."""
+    return name.encode(errors="replace").decode()
 
 
 def _numbers(axes, shares: Tensor) -> None:

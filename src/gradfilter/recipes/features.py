@@ -11,9 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import shutil
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -79,8 +80,9 @@ class Stored:
         order = InTurn(len(pictures), t.settings.batch, alone)
         batches = loader(t.changed(pictures, training), order, alone, t.settings.workers)
         about = f"storing features of {len(pictures):,} pictures"
-        with self.bar(about, len(order)) as advance:
-            store(self.folder, mark, batches, len(pictures), self.front, advance)
+        with one_at_a_time(self.folder, mark), self.bar(about, len(order)) as advance:
+            if open_features(self.folder, mark) is None:  # which another run may have stored now
+                store(self.folder, mark, batches, len(pictures), self.front, advance)
 
 
 class Features(Dataset):
@@ -203,6 +205,30 @@ def fingerprint(tensors: Iterable[tuple[str, Tensor]], *about: object) -> str:
         digest.update(f"{name} {t.dtype} {tuple(t.shape)}".encode())
         digest.update(t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+@contextmanager
+def one_at_a_time(folder: Path, fingerprint: str) -> Iterator[None]:
+    """Wait for other runs that store the same features; a killed one is not waited for.
+
+    Two that write the same files would each read what the other has cut off.
+    """
+    if os.name != "posix":
+        yield
+        return
+    import fcntl
+
+    place = _place(folder, fingerprint)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        handle = os.open(place, os.O_RDONLY)
+    except OSError as error:
+        raise NotWritten(f"cannot store features in {folder}: {error.strerror or error}") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _place(folder: Path, fingerprint: str) -> Path:

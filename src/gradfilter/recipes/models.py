@@ -71,7 +71,10 @@ def build(
     A file may also hold "mean" and "std" of the input; arguments of that name override it.
     """
     source = find(name, task)
-    model = source.create(name, num_classes, size)
+    try:
+        model = source.create(name, num_classes, size)
+    except AssertionError as error:  # so transformers refuse a size that is not whole patches
+        raise ValueError(f"{name} cannot take {size}x{size} images: {error}") from error
     start = _start(source, name, str(weights), size)
     about = start.about
     if start.state is not None:

@@ -125,7 +125,17 @@ def choose(device: str, local: int = 0) -> torch.device:
         found = torch.device("cuda", local if found.index is None else found.index)
         if found.index >= count:
             raise ValueError(f"there is no {found} here: {count} CUDA devices")
+    elif found.type != "cpu" and not _works(found):
+        raise ValueError(f"there is no {found} here that computes: auto, cpu, cuda, cuda:1")
     return found
+
+
+def _works(device: torch.device) -> bool:
+    """Whether numbers can be had from a device; torch knows names of many that are not there."""
+    try:
+        return torch.ones((), device=device).item() == 1
+    except (RuntimeError, AssertionError):
+        return False
 
 
 @contextmanager

@@ -23,6 +23,7 @@ class Segmentation:
     """Cross-entropy of every pixel; mean intersection over union. Some pixels may be ignored."""
 
     headline = "miou"
+    picture = "predictions.png"
 
     def __init__(self, classes: Sequence[str], ignore: int | None = None):
         self.classes, self.ignore = tuple(classes), ignore
@@ -70,7 +71,7 @@ class Segmentation:
 
     def pictures(self, tally: Tally, samples: Sequence[Sample], folder: Path) -> list[Path]:
         """Draw `predictions.png`: images, truth and prediction side by side."""
-        path = Path(folder) / "predictions.png"
+        path = Path(folder) / self.picture
         return [self._draw(samples[:DRAWN], path)] if samples else []
 
     def show(self, output: Tensor, image: Tensor):
@@ -108,8 +109,11 @@ class Segmentation:
         for cell, title in zip(axes[0], ("image", "truth", "prediction"), strict=True):
             cell.set_title(title)
         colours = [[c / 255 for c in colour] for colour in palette(len(self.classes))]
-        keys = [Patch(color=c, label=n) for c, n in zip(colours, self.classes, strict=True)]
-        figure.legend(handles=keys[:40], loc="outside lower center", ncols=6, frameon=False)
+        names = map(confusion.drawable, self.classes)
+        keys = [Patch(color=c, label=n) for c, n in zip(colours, names, strict=True)]
+        place = {"loc": "outside lower center", "ncols": 6, "frameon": False}
+        for text in figure.legend(handles=keys[:40], **place).get_texts():
+            text.set_parse_math(False)  # a dollar begins no formula
         figure.savefig(path)
         return path
 

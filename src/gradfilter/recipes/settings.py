@@ -196,6 +196,8 @@ class Settings:
             raise ValueError(f"part must be 0 to {self.parts - 1} of {self.parts} parts")
         if self.bits not in (None, 8):
             raise ValueError(f"bits must be 8, got {self.bits}")
+        if self.std and not min(self.std) > 0:
+            raise ValueError(f"std must be above 0, got {', '.join(map(str, self.std))}")
         if self.plan and self.knobs():
             raise ValueError(f"plan gives each layer its method, {next(iter(self.knobs()))} too")
         if self.cache_features and self.augment not in (None, "none"):

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import gradfilter as gf
 from gradfilter import methods
+from gradfilter.order import evaluating
 from gradfilter.plan import read
 from gradfilter.recipes import augment, models
 from gradfilter.recipes.classification import Classification
@@ -234,9 +235,21 @@ class Trainer:
         s = self.settings
         what = methods.named(s.method, **s.knobs()) if s.plan is None else read(s.plan)
         example = self.network.prepare(self.noise(2))
+        self._try(example)
         return gf.convert(
             self.model, what, last=s.last, example=example, norm=s.norm, engine=s.engine
         )
+
+    @torch.no_grad()
+    def _try(self, example: Tensor) -> None:
+        """Refuse a size of pictures that the network cannot take."""
+        try:
+            with evaluating(self.model):
+                self.model(example)
+        except (RuntimeError, AssertionError, ValueError) as error:
+            why = str(error).strip().partition("\n")[0]
+            size = f"{self.size}x{self.size}"
+            raise ValueError(f"{self.settings.model} cannot take {size} images: {why}") from error
 
     def noise(self, count: int) -> Tensor:
         """Pictures of bytes without meaning."""

@@ -48,15 +48,29 @@ def resumed(out: Path, **options) -> Settings:
     config = Path(out) / recording.CONFIG
     if not config.is_file():
         raise ValueError(f"{out} holds no run: there is no {recording.CONFIG} in it")
-    if "data" in options:
-        options["data"] = place(str(options["data"]))
-    return settings.load(config).changed(out=str(out)).resumed(**options)
+    before = settings.load(config).changed(out=str(out))
+    data = place(str(options.pop("data", before.data)))  # may have been moved: see `Run._restore`
+    if data not in names() and not Path(data).is_dir():
+        raise ValueError(f"{data} is no folder: give --data, where the pictures of {out} are now")
+    asked = before.changed(**options)
+    kept = {k: v for k, v in placed(asked).items() if k in options}
+    return before.resumed(**options | kept).changed(data=data)
 
 
 def place(data: str) -> str:
     """The full path of a folder of pictures, so that a run goes on from anywhere; else as it is."""
     folder = Path(data).expanduser()
     return str(folder.resolve()) if data and data not in names() and folder.is_dir() else data
+
+
+def placed(settings: Settings) -> dict[str, str]:
+    """The full paths of what a run reads, under the names of their settings."""
+    paths = [k for k in ("root", "cache_dir", "plan") if getattr(settings, k)]
+    if settings.weights not in ("library", "none"):
+        paths.append("weights")
+    return {k: str(Path(getattr(settings, k)).absolute()) for k in paths} | {
+        "data": place(settings.data)
+    }
 
 
 def opened(settings: Settings) -> tuple[Data, parts.Places | None]:
@@ -74,10 +88,7 @@ class Run:
     """One run: its trainer, its folder, and how far it is."""
 
     def __init__(self, settings: Settings, world: World, screen: Screen, resume: bool):
-        settings = settings.changed(
-            data=place(settings.data),
-            **{k: Path(v).absolute() for k in ("root", "cache_dir") if (v := getattr(settings, k))},
-        )
+        settings = settings.changed(**placed(settings))
         self.settings, self.world, self.screen = settings, world, screen
         self.out = self._folder(resume)
         found = self._found() if resume else None
@@ -89,24 +100,27 @@ class Run:
         self.gain: Gain | None = None
         self.tally: dict[str, Tensor] | None = None
         self.fingerprint = self.data.train.fingerprint()
-        stored = self._stored() if settings.cache_features else None
+        self.stored = self._stored() if settings.cache_features else None
         self.screen.say(report.greeting(settings, self.data, self.trainer))
         if found:
             self._restore(found)
-        elif world.first:
-            self._begin()
-        if stored:
-            stored.source(self.data.train, True)
-            stored.source(self.data.test, False)
+        if world.first:
+            self._begin(found is None)
 
     def go(self) -> Result:
         """Train to the end."""
         on = self.settings.tensorboard and self.world.first
         self.events = recording.Events(self.out, self.step, on)
         try:
+            self._store()
             with interrupts() as self.asked:
                 self._compare()
                 self._loop()
+                self._see()
+        except KeyboardInterrupt as stop:
+            if isinstance(stop, Stopped) or not self.world.first:
+                raise
+            raise Stopped(f"stopped at once: {self._how_to_go_on()}") from None
         except Diverged as error:
             slower = f"--lr {self.settings.lr / 4:g}"
             raise Diverged(f"{error}: {self._how_to_go_on(slower)}") from None
@@ -116,6 +130,12 @@ class Run:
             self.events.close()
             self.trainer.close()
         return self._finish()
+
+    def _store(self) -> None:
+        """Store features where they are not yet; Ctrl-C meanwhile has nothing to save."""
+        if self.stored:
+            self.stored.source(self.data.train, True)
+            self.stored.source(self.data.test, False)
 
     def _loop(self) -> None:
         self.saved = time.monotonic()
@@ -131,6 +151,12 @@ class Run:
                 advance(note=self._note())
                 self._after_step()
                 begin = time.monotonic()
+
+    def _see(self) -> None:
+        """Test once more where a run was ended between its last row and its pictures."""
+        picture = self.out / self.trainer.task.picture
+        if self.tally is None and self.world.share(not picture.exists()):
+            self._test()
 
     def _after_step(self) -> None:
         wish = self._wish()
@@ -226,6 +252,7 @@ class Run:
                 f"this run has {found['processes']} processes, and now there are "
                 f"{self.world.size}: their batches would differ"
             )
+        self._check_data(found)
         try:
             trainer.model.load_state_dict(found["model"])
             trainer.optimizer.load_state_dict(found["optimizer"])
@@ -238,9 +265,20 @@ class Run:
         trainer.sums.copy_(found["sums"])
         self.step, self.rows, self.seconds = found["step"], found["rows"], found["seconds"]
         self.gain = found["gain"] and Gain(**found["gain"])
-        if found["fingerprint"] != self.fingerprint:
-            self.screen.say("the training pictures have changed since this run began")
         self.screen.say(f"going on after step {self.step} of {self.total}")
+
+    def _check_data(self, found: dict) -> None:
+        """Refuse pictures of other classes, and other pictures at another place."""
+        here, same = self.settings.data, found["fingerprint"] == self.fingerprint
+        known, moved = (
+            found["classes"] == list(self.data.classes),
+            here != found["settings"]["data"],
+        )
+        if not known or (moved and not same):
+            what = "pictures" if known else "classes"
+            raise ValueError(f"{here} has other {what} than the run in {self.out} had")
+        if not same:
+            self.screen.say("the training pictures have changed since this run began")
 
     def _folder(self, resume: bool) -> Path:
         """The folder of the run: the one asked for, or a new one."""
@@ -260,6 +298,11 @@ class Run:
         found, problem = checkpoint.latest(self.out)
         if problem:
             self.screen.say(problem)
+        self.world.wait()  # until all have read what is there
+        if found and problem and self.world.first:
+            checkpoint.set_aside(self.out)
+        if found and "optimizer" not in found:
+            raise ValueError(f"{self.out} has weights to use, such as best.pt, but no run to go on")
         return found
 
     def _trainer(self, found: dict | None) -> Trainer:
@@ -281,12 +324,13 @@ class Run:
         folder = Path(s.cache_dir) if s.cache_dir else self.out / "features"
         return Stored(self.trainer, folder, self.screen.bar)
 
-    def _begin(self) -> None:
-        """Write down what is to be done."""
+    def _begin(self, new: bool) -> None:
+        """Write down what is to be done; of a run that goes on, what may have been changed."""
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-            self.trainer.plan.save(self.out / recording.PLAN)
-            if self.places:
+            if new:
+                self.trainer.plan.save(self.out / recording.PLAN)
+            if new and self.places:
                 write(self.out / recording.SPLIT, json.dumps(self.places).encode())
             self.settings.changed(out=str(self.out)).save(self.out / recording.CONFIG)
         except OSError as error:

@@ -144,6 +144,8 @@ def camvid(path: Path) -> Data | None:
     if table.is_file():
         lines = table.read_text(encoding="utf-8").splitlines()
         name, classes, ignore = path.resolve().name, tuple(filter(None, map(str.strip, lines))), 255
+        if len(classes) > decode.OUTSIDE:
+            raise ValueError(f"{table}: {len(classes)} classes, and masks have {decode.OUTSIDE}")
     else:
         name, classes, ignore = "camvid", CAMVID, len(CAMVID)
     values = {value: value for value in (*range(len(classes)), ignore)}

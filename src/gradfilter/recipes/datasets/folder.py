@@ -7,10 +7,12 @@ import json
 import os
 from pathlib import Path
 
+from gradfilter.recipes import recording
 from gradfilter.recipes.datasets.pictures import Data, FilePictures
 
 PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff")
 TESTS = ("test", "val", "valid")  # the first that has pictures is tested on
+RUN = {recording.CONFIG, recording.PLAN}  # files by which the folder of a run is known
 SHARE = 0.2  # of a folder without such a part
 
 ByClass = dict[str, list[str]]  # class folder -> its picture files, relative to one root
@@ -65,11 +67,21 @@ def class_files(root: Path, part: str) -> ByClass:
 
 
 def files_below(root: Path, folder: Path) -> list[str]:
+    """The picture files below a folder; none of hidden folders and of runs, which draw curves."""
     found = []
-    for place, _, files in os.walk(root / folder, followlinks=True):
+    for place, folders, files in os.walk(root / folder, followlinks=True):
+        if RUN.issubset(files):
+            folders.clear()
+            continue
+        folders[:] = [f for f in folders if f[0] != "." and not leads_back(Path(place, f))]
         inside = Path(place).relative_to(root).as_posix()
         found += [f"{inside}/{file}" for file in files if is_picture(file)]
     return sorted(found)
+
+
+def leads_back(folder: Path) -> bool:
+    """Whether a link goes to a folder that it lies in: all there would be found again and again."""
+    return folder.is_symlink() and folder.parent.resolve().is_relative_to(folder.resolve())
 
 
 def is_picture(file: str) -> bool:
