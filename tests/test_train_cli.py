@@ -155,6 +155,16 @@ def test_predict_classes(run, photos, tmp_path, capsys):
     assert len(shares) == 3 and sum(shares) == pytest.approx(100, abs=0.2)
 
 
+def test_predict_goes_on_after_a_file_that_is_no_picture(run, photos, tmp_path, capsys):
+    picture = photos / "test" / "class2" / "0.png"
+    (tmp_path / "note.txt").write_text("no picture")
+    asked = [tmp_path / "note.txt", picture, tmp_path / "nowhere.jpg"]
+    assert gradfilter("predict", run, *asked) == 2
+    said = capsys.readouterr()
+    assert said.out.startswith(f"{picture}: ") and len(said.out.splitlines()) == 1
+    assert "note.txt" in said.err and said.err.endswith("(and 1 more)\n")
+
+
 def test_predict_masks(scenes, tmp_path, capsys):
     out = tmp_path / "run"
     assert train("--data", scenes, "--out", out) == 0

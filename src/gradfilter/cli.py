@@ -159,7 +159,11 @@ def predict(args: argparse.Namespace) -> None:
     with user_errors(ValueError, OSError):
         masks, drawn = args.masks or args.out / "predictions", {p.resolve() for p in args.images}
         found = evaluation.predict(args.out, args.images, which=args.which, device=args.device)
+        failed = []
         for path, answer in found:
+            if isinstance(answer, Exception):
+                failed.append(answer)
+                continue
             if isinstance(answer, list):
                 told = ", ".join(f"{name} {share:.1%}" for name, share in answer)
             else:
@@ -167,6 +171,9 @@ def predict(args: argparse.Namespace) -> None:
                 told = unused(masks, path.stem, drawn)
                 answer.save(told)
             print(f"{path}: {told}", flush=True)
+        if failed:
+            more = f" (and {len(failed) - 1} more)" if failed[1:] else ""
+            raise UserError(f"{failed[0]}{more}")
 
 
 def unused(folder: Path, stem: str, taken: set[Path]) -> Path:

@@ -55,11 +55,16 @@ def evaluate(
 def predict(out: Path, images: list[Path], *, which: str = "best", device: str = "auto"):
     """For every image file its path and what the network says of it, one after the other.
 
-    That is a list of (class, share), the likeliest first, or a picture with the mask over it.
+    That is a list of (class, share), the likeliest first, or a picture with the mask over it; or
+    the error, where a file is no picture that can be read.
     """
     trainer, _ = load(Path(out), which, World(parallel.choose(device)), **PLAIN)
     for path in images:
-        image = decode.picture(Path(path))
+        try:
+            image = decode.picture(Path(path))
+        except (ValueError, OSError) as error:
+            yield Path(path), error
+            continue
         seen, _ = trainer.change[False](image, _no_target(trainer, image))
         yield Path(path), trainer.task.show(trainer.outputs(seen[None])[0].cpu(), image)
 
