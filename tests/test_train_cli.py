@@ -207,6 +207,7 @@ MISTAKES = [
     ("train --data {photos} --cache-features --augment light", "needs augment: none"),
     ("train --data {photos} --cache-features", "0 reads the picture itself and is trained"),
     ("train --data {photos} --plan {photos}/none.yaml", "none.yaml: No such file"),
+    ("train --data {photos} --plan p.yaml --method exact", "leave --method out"),
     ("train --data {photos} --config {photos}/none.yaml", "none.yaml: No such file"),
     ("train --data {photos} --out /dev/null/x", "/dev/null/x"),
     ("train --resume", "--resume RUN"),

@@ -97,6 +97,8 @@ def run_training(args: argparse.Namespace, **defaults) -> None:
     from gradfilter.recipes import settings, training
 
     given = {k: v for k, v in vars(args).items() if k not in ("command", "run", "config", "resume")}
+    if {"plan", "method"} <= given.keys():
+        raise UserError("--plan gives each layer its method: leave --method out")
     with user_errors(ValueError, OSError):
         config = settings.read(args.config) if args.config else {}
         if args.resume is None:
