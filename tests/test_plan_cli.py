@@ -49,6 +49,7 @@ def test_the_command_without_data_says_what_it_weighs(capsys):
         ("mobilenet_v2 --memory 8MB --methods galerkin:grid=x", "NAME:KNOB=NUMBER"),
         ("mobilenet_v2 --memory 8MB --methods galerkn", "did you mean galerkin"),
         ("inception_v3 --memory 8MB --size 16", "cannot take 16x16 images"),
+        ("squeezenet1_1 --memory 1KB --size 64 --pictures 2", "gradfilter plan: a memory"),
         ("squeezenet1_1 --memory 1KB --size 64 --pictures 2", "smallest possible is"),
     ],
 )

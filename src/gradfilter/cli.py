@@ -260,7 +260,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def fail(command: str, message: str) -> int:
-    print(f"gradfilter {command}: {message}", file=sys.stderr)
+    # a function of the library begins its own errors with its name, which is the command's
+    print(f"gradfilter {command}: {message.removeprefix(f'{command}: ')}", file=sys.stderr)
     return 2
 
 
