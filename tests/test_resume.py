@@ -120,6 +120,15 @@ def test_ctrl_c_while_testing(photos, tmp_path, monkeypatch):
     assert [r["train_loss"] for r in result.rows[1:]] == [r["train_loss"] for r in whole.rows[1:]]
 
 
+@pytest.fixture
+def heard():
+    """Ctrl-C raises, also where whoever started the tests has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard")
 def test_ctrl_c_while_features_are_stored(photos, tmp_path, monkeypatch):
     tiny.go(photos, tmp_path / "whole", cache_features=True, last=2)
     out, front = tmp_path / "stopped", Stored.front
