@@ -103,7 +103,8 @@ def world(device: str = "auto") -> Iterator[World]:
     backend = "cpu:gloo,cuda:nccl" if here.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=PATIENCE)
     try:
-        yield World(here, dist.get_rank(), size)
+        yield (joined := World(here, dist.get_rank(), size))
+        joined.wait()  # a process that leaves while another still talks can take it down
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error):
             raise ValueError("another process of this run has stopped") from error
