@@ -4,6 +4,7 @@ Every measurement is a process of its own, on one thread; the variants take turn
 machine is busy for all of them. Time is processor time of a step, best and median of all turns.
 Memory is the resident size of the whole process at its peak, and its growth over what was there
 when model and graph were loaded. SGD with momentum 0.9 updates the parameters in each variant.
+"Portable" are the graphs for every processor; on x86 the runner takes those in blocks.
 
     python benchmarks/device.py                               # the whole table, about 20 minutes
     python benchmarks/device.py --models mobilenet_v2 --batches 1 --layers all
@@ -22,7 +23,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 RUNNER = HERE.parent / "device" / "src"
-VARIANTS = ("PyTorch exact", "PyTorch engine", "ONNX Runtime exact", "ONNX Runtime plan")
+EXACT, PLAN, PORTABLE = "ONNX Runtime exact", "ONNX Runtime plan", ", portable"
+VARIANTS = ("PyTorch exact", "PyTorch engine", EXACT, PLAN, EXACT + PORTABLE, PLAN + PORTABLE)
 MODELS = ("mobilenet_v2", "tf_efficientnet_lite0")
 LAYERS = {"last 4": 4, "all": None}
 SIZE = 224
@@ -62,7 +64,7 @@ def measured(model: str, batch: int, layers: str, repeats: int, steps: int) -> d
     """All variants of one case, in turns."""
     print(f"{model}, batch {batch}, {layers}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as place:
-        folders = {v: f"{place}/{v}" for v in VARIANTS[2:]}
+        folders = {v: f"{place}/{v}" for v in (EXACT, PLAN)}
         common = (model, str(batch), layers)
         sizes = {v: child("export", *common, method_of(v), folders[v]) for v in folders}
         turns: dict[str, list[dict]] = {v: [] for v in VARIANTS}
@@ -70,12 +72,13 @@ def measured(model: str, batch: int, layers: str, repeats: int, steps: int) -> d
             for v in VARIANTS[:2]:
                 turns[v].append(child("torch", *common, method_of(v), str(steps)))
             for v in VARIANTS[2:]:
-                turns[v].append(child("runtime", folders[v], str(batch), str(steps)))
+                folder = folders[v.removesuffix(PORTABLE)]
+                turns[v].append(child("runtime", v, folder, str(batch), str(steps)))
     return {v: summary(turns[v]) | sizes.get(v, {}) for v in VARIANTS}
 
 
 def method_of(variant: str) -> str:
-    return "exact" if variant.endswith("exact") else "galerkin"
+    return "exact" if "exact" in variant else "galerkin"
 
 
 def summary(turns: list[dict]) -> dict:
@@ -148,14 +151,17 @@ def torch_steps(model: str, batch: str, layers: str, method: str, steps: str) ->
     return {"seconds": seconds[1:], "peak": resident("VmHWM"), "loaded": loaded}
 
 
-def runtime_steps(folder: str, batch: str, steps: str) -> dict:
+def runtime_steps(variant: str, folder: str, batch: str, steps: str) -> dict:
     import time
 
     import numpy as np
+    from gradfilter_device import memory
     from gradfilter_device.exported import Exported
     from gradfilter_device.stepping import Stepper
 
+    memory.keep()  # as the runner does
     model = Exported(Path(folder))
+    model.blocks &= not variant.endswith(PORTABLE)
     stepper = Stepper(model, 1, model.start())
     images = np.random.RandomState(0).standard_normal((int(batch), 3, SIZE, SIZE))
     images, targets = images.astype(np.float32), np.zeros(int(batch), np.int64)
@@ -187,12 +193,13 @@ def table(rows: dict) -> str:
                 f"| {v['peak'] / 1e6:.0f} | {v['growth'] / 1e6:.0f} "
                 f"| {'' if size is None else f'{size:.1f}'} |"
             )
-        exact, plan = (variants[v] for v in VARIANTS[2:])
-        lines.append(
-            f"| | plan against exact, both ONNX Runtime | {exact['best'] / plan['best']:.2f}x "
-            f"({exact['median'] / plan['median']:.2f}x) faster | "
-            f"| {plan['growth'] / exact['growth']:.2f}x | |"
-        )
+        for which in ("", PORTABLE):
+            exact, plan = variants[EXACT + which], variants[PLAN + which]
+            lines.append(
+                f"| | plan against exact{which} | {exact['best'] / plan['best']:.2f}x "
+                f"({exact['median'] / plan['median']:.2f}x) faster | "
+                f"| {plan['growth'] / exact['growth']:.2f}x | |"
+            )
     return "\n".join(lines)
 
 

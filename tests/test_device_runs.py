@@ -2,17 +2,19 @@
 
 import json
 import os
+import platform
 import resource
 import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import numpy as np
 import pytest
 import tiny
 import torch
-from on_device import called, changed, exported, module, refused, run, same
+from on_device import SOURCE, called, changed, exported, module, refused, run, same
 
 MIB = 2**20
 
@@ -251,6 +253,24 @@ def test_memory_is_this_processs_own(folder):
     much = bytearray(os.urandom(MIB) * 600)
     told = run("self-test", "--model", folder, "--threads", 1).stdout
     assert len(much) == 600 * MIB and int(told.split()[-5]) < 300, told
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators are left alone")
+def test_free_memory_is_kept_for_the_next_step_until_it_is_released():
+    script = """
+import numpy as np
+from gradfilter_device import memory
+memory.keep()
+before = memory.resident()
+np.ones(64 * memory.MIB, np.uint8)  # gone at once
+kept = memory.resident() - before
+memory.release()
+print(kept // memory.MIB, (memory.resident() - before) // memory.MIB)
+"""
+    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
+    told = subprocess.check_output([sys.executable, "-c", script], env=environment, text=True)
+    kept, left = map(int, told.split())
+    assert kept >= 60 and left < 8
 
 
 def rewritten(**values):

@@ -12,9 +12,10 @@ from gradfilter_device.exported import Exported, Unusable
 
 def train(args: argparse.Namespace) -> None:
     """train an exported network on a folder of photographs; goes on where it was stopped"""
-    from gradfilter_device.memory import MIB
+    from gradfilter_device import memory
     from gradfilter_device.training import Options, Run
 
+    memory.keep()
     model = Exported(args.model)
     names = ("epochs", "batch", "lr", "warmup", "seed", "augment")
     given = {k: v for k in names if (v := getattr(args, k)) is not None}
@@ -25,7 +26,7 @@ def train(args: argparse.Namespace) -> None:
     run = Run(model, args.data, args.run or args.model / "run", options, args.threads)
     run.agree(given)
     if args.memory_limit:
-        run.limit(args.memory_limit * MIB)
+        run.limit(args.memory_limit * memory.MIB)
     run.go(args.save_every)
     best = max(run.rows, key=lambda row: row["accuracy"])
     told = f", {len(run.skipped)} broken pictures skipped" if run.skipped else ""

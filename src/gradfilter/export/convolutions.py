@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from gradfilter.export import blocked
 from gradfilter.export.arithmetic import operand
-from gradfilter.export.graph import Batch, Operand
+from gradfilter.export.graph import Batch, Operand, Value
 from gradfilter.export.trace import Result
 from gradfilter.layers import ConvOp
 
@@ -38,10 +40,14 @@ def convolution(c, call, x, w, b, stride, padding, dilation, transposed, extra, 
 
 def conv(c, x, w, b, stride, pads, dilation, groups, shape) -> Operand:
     """`pads` are [top, left, bottom, right]."""
-    return c.graph.op(
-        "Conv", x, w, *(() if b is None else (b,)), kernel_shape=list(w.shape[2:]), pads=list(pads),
-        strides=list(stride), dilations=list(dilation), group=groups, shape=shape, dtype=x.dtype,
+    how = dict(
+        kernel_shape=list(w.shape[2:]), pads=list(pads), strides=list(stride),
+        dilations=list(dilation), group=groups,
     )  # fmt: skip
+    if blocked.fits(c.graph, w, groups):
+        return blocked.depthwise(c.graph, x, w, b, shape, **how)
+    bias = () if b is None else (b,)
+    return c.graph.op("Conv", x, w, *bias, shape=shape, dtype=x.dtype, **how)
 
 
 def _transposed(c, call, x, w, b, stride, padding, dilation, extra, groups):
@@ -66,12 +72,19 @@ def backward(c, call, g, x, w, bias, stride, padding, dilation, transposed, extr
 
 
 def grad_input(c, op: ConvOp, g: Operand, w: Operand, x_shape) -> Operand:
-    """A transposed convolution, or for a 1x1 layer a product."""
+    """A transposed convolution, or for a 1x1 layer a product.
+
+    A depthwise layer of stride 1 whose maps may lie in blocks is a convolution backwards.
+    """
     if op.pointwise and op.stride == (1, 1) and op.groups == 1:
         n, o, height, width = g.shape
         rows = c.graph.reshape(g, (n, o, height * width))
         taps = c.graph.permute(c.graph.reshape(w, tuple(w.shape[:2])), [1, 0])
         return c.graph.reshape(c.graph.matmul(taps, rows), x_shape)
+    kh, kw = op.kernel
+    inside = all(p < k for p, k in zip(op.padding, (kh, kh, kw, kw), strict=True))
+    if inside and blocked.fits(c.graph, w, op.groups) and op.stride == op.dilation == (1, 1):
+        return slid(c, op, g, w, torch.eye(kh * kw, dtype=g.dtype))
     top, bottom, left, right = op.padding
     after = [
         size - ((out - 1) * s - sum(pads) + d * (k - 1) + 1)
@@ -87,6 +100,22 @@ def grad_input(c, op: ConvOp, g: Operand, w: Operand, x_shape) -> Operand:
     )  # fmt: skip
 
 
+def slid(c, op: ConvOp, g: Operand, w: Operand, mix: Tensor) -> Operand:
+    """A depthwise convolution of stride 1 backwards: a convolution with its taps in reverse order.
+
+    Its taps are those of w, mixed. [taps of w, taps of the convolution]
+    """
+    graph, channels = c.graph, w.shape[0]
+    rows = graph.reshape(w, (channels, len(mix)))
+    turned = graph.matmul(rows, mix.to(g.dtype).flip(1))
+    turned = graph.reshape(turned, (channels, 1, *op.kernel))
+    top, bottom, left, right = op.padding
+    kh, kw = op.kernel
+    pads = [kh - 1 - top, kw - 1 - left, kh - 1 - bottom, kw - 1 - right]
+    size = [g.shape[2 + i] + pads[i] + pads[2 + i] - op.kernel[i] + 1 for i in (0, 1)]
+    return conv(c, g, turned, None, (1, 1), pads, (1, 1), channels, (*g.shape[:2], *size))
+
+
 def grad_weight(c, op: ConvOp, g: Operand, x: Operand, w_shape) -> Operand:
     """[O, C / groups, kh, kw]"""
     if op.pointwise and op.stride == (1, 1) and op.groups == 1:
@@ -96,6 +125,15 @@ def grad_weight(c, op: ConvOp, g: Operand, x: Operand, w_shape) -> Operand:
     if op.groups == w_shape[0] == x.shape[1] and not isinstance(g.shape[0], Batch):
         return _by_own_convolutions(c, op, g, x, w_shape)
     return _by_taps(c, op, g, x, w_shape)
+
+
+def slides_in_blocks(c, g: Operand) -> bool:
+    """Whether the maps of a depthwise layer can slide over their own g in blocks."""
+    n, channels = g.shape[:2]
+    if isinstance(n, Batch):
+        return False
+    each = Value("", (n * channels, 1, *g.shape[2:]), g.dtype)
+    return blocked.fits(c.graph, each, n * channels)
 
 
 def product(c, g: Operand, x: Operand) -> Operand:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gradfilter.export import Runner, recorded, write
+from gradfilter.export import Runner, blocked, recorded, write
 from gradfilter.export.align import align
 from gradfilter.export.check import no_exact_gradient
-from gradfilter.export.graph import OPSET, Batch, Graph, Value
+from gradfilter.export.graph import BLOCKED, OPSET, Batch, Graph, Value
 from gradfilter.export.lower import Lowering
 from gradfilter.export.optimizers import understood
 from gradfilter.export.step import TrainingStep, enlarged, scores_of
@@ -27,6 +27,7 @@ from gradfilter.order import evaluating
 FORMAT = 1
 CHECK_STEPS, CHECK_RATE = 3, 0.01
 TRAIN, PREDICT, CONSTANTS = "train.onnx", "predict.onnx", "constants.bin"
+PROBE, IN_BLOCKS = "probe.onnx", "-blocked.onnx"  # the end of the name of a graph in blocks
 PARAMETERS, MANIFEST = "parameters.npz", "manifest.json"
 NEW = "new."  # stands before the name of what a step puts out
 
@@ -44,8 +45,14 @@ class Export:
         self.example, self.target = (_repeated(t, count + 1) for t in (example, target))
         self.count = count
         with evaluating(model):
-            self.train = self._lowered(self._step())
-            self.predict = self._lowered(self._prediction())
+            step, prediction = self._step(), self._prediction()
+        self.train, self.predict = self._lowered(step), self._lowered(prediction)
+        self.graphs = {TRAIN: self.train, PREDICT: self.predict}
+        for name, found in ((TRAIN, step), (PREDICT, prediction)):
+            graph = self._lowered(found, blocks=True)
+            if any(node.domain == BLOCKED for node in graph.nodes):
+                blocked.fused(graph)
+                self.graphs |= {in_blocks(name): graph, PROBE: blocked.probe()}
 
     def _step(self) -> _Traced:
         step = self.step = TrainingStep(
@@ -73,8 +80,8 @@ class Export:
         found.names, found.outputs = [*self.parameters, "images"], ["scores"]
         return found
 
-    def _lowered(self, found: _Traced) -> Graph:
-        graph = Graph()
+    def _lowered(self, found: _Traced, blocks: bool = False) -> Graph:
+        graph = Graph(blocks)
         inputs = [
             _input(graph, n, t, found.free) for n, t in zip(found.names, found.tensors, strict=True)
         ]
@@ -88,10 +95,12 @@ class Export:
             runner.check(self.example, self.target, self.predict.outputs[0][1].shape[1])
         path.mkdir(parents=True, exist_ok=True)
         store = write.Constants(path / CONSTANTS)
-        for name, graph in ((TRAIN, self.train), (PREDICT, self.predict)):
+        for name in (in_blocks(TRAIN), in_blocks(PREDICT), PROBE):
+            (path / name).unlink(missing_ok=True)  # of an export into the same folder before
+        for name, graph in self.graphs.items():
             write.save(graph, path / name, store)
         np.savez(path / PARAMETERS, **{n: p.cpu().numpy() for n, p in self.parameters.items()})
-        files = (TRAIN, PREDICT, CONSTANTS, PARAMETERS)
+        files = (*self.graphs, CONSTANTS, PARAMETERS)
         about = self._about(runner) | {"files": {n: digest(path / n) for n in files}}
         (path / MANIFEST).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         return path
@@ -117,7 +126,11 @@ class Export:
             },
             "outputs": self.predict.outputs[0][1].shape[1],
             "check": self._check(),
-            "state_in_place": write.in_place(self.train, list(self.state), NEW),
+            "state_in_place": all(
+                write.in_place(graph, list(self.state), NEW)
+                for name, graph in self.graphs.items()
+                if name in (TRAIN, in_blocks(TRAIN))
+            ),
             "frozen": any(not p.requires_grad for p in self.model.parameters()),
         }
         return about | ({} if runner is None else runner.about())
@@ -195,6 +208,11 @@ def _check(model, example, target, clip, batch) -> None:
 def _repeated(t: Tensor, count: int) -> Tensor:
     """So many images, those of t over and over."""
     return t.detach()[torch.arange(count) % len(t)].contiguous()
+
+
+def in_blocks(name: str) -> str:
+    """The name of the same graph in blocks."""
+    return name.removesuffix(".onnx") + IN_BLOCKS
 
 
 def digest(path: Path) -> str:

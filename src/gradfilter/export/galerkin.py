@@ -10,8 +10,13 @@ import torch
 from torch import Tensor
 
 from gradfilter.export.arithmetic import joined
-from gradfilter.export.convolutions import conv as convolve
-from gradfilter.export.convolutions import grad_input, grad_weight, product
+from gradfilter.export.convolutions import (
+    grad_input,
+    grad_weight,
+    product,
+    slid,
+    slides_in_blocks,
+)
 from gradfilter.export.graph import Operand
 from gradfilter.layers import ConvOp
 
@@ -101,13 +106,15 @@ def _depthwise(c, conv, g, x, w, need_gx, need_gw):
     n, channels = g.shape[:2]
     gx = gw = None
     if need_gx and _slides(conv):
-        gx = _slid(c, conv.regular, g, w)
+        gx = slid(c, conv.regular.op, g, w, conv.regular.mix)
     elif need_gx:
         kernel = graph.reshape(w, (channels, taps, 1))
         outer = graph.binary("Mul", kernel, graph.reshape(g, (n, channels, 1, patches)))
         outer = graph.reshape(outer, (n, channels, taps * patches))
         gx = graph.matmul(outer, counts.reshape(taps * patches, cells))
-    if need_gw:
+    if need_gw and conv.regular is not None and slides_in_blocks(c, g):
+        gw = _regular_weight(c, conv.regular, g, x, w.shape)
+    elif need_gw:
         gw = _depthwise_weight(c, conv, g, x)
     return gx, gw
 
@@ -131,39 +138,31 @@ def _slides(conv) -> bool:
     return regular is not None and regular.op.stride == (1, 1)
 
 
-def _slid(c, regular, g, w) -> Operand:
-    """The small convolution backwards: a convolution with its taps in reverse order."""
-    graph, op = c.graph, regular.op
-    channels, taps = w.shape[0], w.shape[2] * w.shape[3]
-    mix = regular.mix.to(g.dtype).flip(1)  # [taps of w, taps of the small one], reversed
-    mixed = graph.matmul(graph.reshape(w, (channels, taps)), mix)
-    mixed = graph.reshape(mixed, (channels, 1, *op.kernel))
-    top, bottom, left, right = op.padding
-    kh, kw = op.kernel
-    pads = [kh - 1 - top, kw - 1 - left, kh - 1 - bottom, kw - 1 - right]
-    size = [g.shape[2 + i] + pads[i] + pads[2 + i] - op.kernel[i] + 1 for i in (0, 1)]
-    return convolve(c, g, mixed, None, (1, 1), pads, (1, 1), channels, (*g.shape[:2], *size))
-
-
 def _regular(c, conv, g, x, w, need_gx, need_gw):
     """Where every patch sees its neighbours alike: the gradients of a small convolution."""
     graph, regular = c.graph, conv.regular
     op, taps = regular.op, w.shape[2] * w.shape[3]
     cells = tuple(t.shape[2] for t in conv.taps)
     gx = gw = None
-    small = (*w.shape[:2], *op.kernel)
     if need_gx:
         mixed = w
         if not regular.plain:
             rows = graph.reshape(w, (*w.shape[:2], taps))
-            mixed = graph.reshape(graph.matmul(rows, regular.mix.to(g.dtype)), small)
+            mixed = graph.matmul(rows, regular.mix.to(g.dtype))
+            mixed = graph.reshape(mixed, (*w.shape[:2], *op.kernel))
         gx = grad_input(c, op, g, mixed, (g.shape[0], w.shape[1] * op.groups, *cells))
     if need_gw:
-        gw = grad_weight(c, op, g, x, small)
-        if not regular.plain:
-            rows = graph.reshape(gw, (*w.shape[:2], op.kernel[0] * op.kernel[1]))
-            gw = graph.matmul(rows, regular.mix.T.to(g.dtype).contiguous())
+        gw = _regular_weight(c, regular, g, x, w.shape)
     return gx, gw
+
+
+def _regular_weight(c, regular, g, x, w_shape) -> Operand:
+    kernel = regular.op.kernel
+    gw = grad_weight(c, regular.op, g, x, (*w_shape[:2], *kernel))
+    if regular.plain:
+        return gw
+    rows = c.graph.reshape(gw, (*w_shape[:2], kernel[0] * kernel[1]))
+    return c.graph.matmul(rows, regular.mix.T.to(g.dtype).contiguous())
 
 
 def _separately(c, conv, g, x, w, need_gx, need_gw):

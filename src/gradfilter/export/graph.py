@@ -11,6 +11,7 @@ from torch import Tensor
 
 OPSET = 18
 IR_VERSION = 9  # of 2023, so that runtimes of that age read it
+BLOCKED = "com.microsoft.nchwc"  # ONNX Runtime's operators on maps in blocks of channels
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,14 @@ class Node:
     inputs: list[str]
     outputs: list[str]
     attributes: dict
+    domain: str = ""
 
 
 class Graph:
-    """Nodes in the order in which they are to run."""
+    """Nodes in the order in which they are to run; `blocked` allows maps in blocks of channels."""
 
-    def __init__(self):
+    def __init__(self, blocked: bool = False):
+        self.blocked = blocked
         self.nodes: list[Node] = []
         self.constants: dict[str, np.ndarray] = {}
         self.inputs: list[Value] = []
@@ -93,13 +96,15 @@ class Graph:
             **attributes,
         )[0]
 
-    def ops(self, kind: str, *inputs: Operand | None, results: list, **attributes) -> list[Value]:
+    def ops(
+        self, kind: str, *inputs: Operand | None, results: list, domain: str = "", **attributes
+    ) -> list[Value]:
         """Add a node of several outputs; one that is there already is not added again."""
         names = ["" if x is None else self.name(x) for x in inputs]
-        key = kind, tuple(names), repr(sorted(attributes.items())), len(results)
+        key = domain, kind, tuple(names), repr(sorted(attributes.items())), len(results)
         if key not in self._by_node:
             outputs = tuple(self._new(kind) for _ in results)
-            self.nodes.append(Node(kind, names, list(outputs), attributes))
+            self.nodes.append(Node(kind, names, list(outputs), attributes, domain))
             self._by_node[key] = outputs
         pairs = zip(self._by_node[key], results, strict=True)
         return [Value(name, tuple(shape), dtype) for name, (shape, dtype) in pairs]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gradfilter.export.arithmetic import ONNX_TYPES
-from gradfilter.export.graph import IR_VERSION, OPSET, Batch, Graph, Node, Value
+from gradfilter.export.graph import BLOCKED, IR_VERSION, OPSET, Batch, Graph, Node, Value
 
 LARGE = 1024  # bytes of a constant that does not stand in the graph itself
 PAGE = 4096
@@ -62,13 +62,15 @@ def model(graph: Graph, name: str):
         if key in used
     ]
     written = [
-        helper.make_node(n.kind, n.inputs, n.outputs, name=f"{i}", **n.attributes)
+        helper.make_node(n.kind, n.inputs, n.outputs, name=f"{i}", domain=n.domain, **n.attributes)
         for i, n in enumerate(nodes)
     ]
     inputs = [_info(v.name, v) for v in graph.inputs]
     outputs = [_info(key, v) for key, v in graph.outputs]
     body = helper.make_graph(written, name, inputs, outputs, constants)
     opset = [helper.make_opsetid("", OPSET)]
+    if any(n.domain == BLOCKED for n in nodes):
+        opset.append(helper.make_opsetid(BLOCKED, 1))
     return helper.make_model(
         body, opset_imports=opset, ir_version=IR_VERSION, producer_name="gradfilter"
     )
@@ -154,6 +156,7 @@ def _renamed(graph: Graph) -> list[Node]:
             [names.get(i, i) for i in n.inputs],
             [names.get(o, o) for o in n.outputs],
             n.attributes,
+            n.domain,
         )
         for n in graph.nodes
     ]

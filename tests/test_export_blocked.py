@@ -1,0 +1,162 @@
+"""Graphs whose depthwise layers lie in blocks of channels: the same steps, where they can run."""
+
+import platform
+import shutil
+
+import exported
+import networks
+import numpy as np
+import onnx
+import pytest
+import torch
+from exported import assert_close, optimizer_of
+from on_device import module
+from torch import nn
+
+import gradfilter as gf
+from gradfilter.export.folder import in_blocks
+from gradfilter.export.graph import BLOCKED
+
+x86 = pytest.mark.skipif(
+    platform.machine().lower() not in ("x86_64", "amd64"), reason="blocks are for x86"
+)
+
+
+def depthwise(kernel: int, stride: int, act: nn.Module, channels: int = 32) -> nn.Module:
+    """A network whose middle layer is depthwise."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, channels, 3, 2, 1), nn.BatchNorm2d(channels), nn.ReLU6(),
+        nn.Conv2d(channels, channels, kernel, stride, kernel // 2, groups=channels, bias=False),
+        nn.BatchNorm2d(channels), act,
+        nn.Conv2d(channels, 16, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(16, 4),
+    )  # fmt: skip
+
+
+def written(model, path, what, size=28, batch=None, **options):
+    x, target = torch.randn(3, 3, size, size), torch.randint(4, (3,))
+    gf.convert(model, what, example=x, **options)
+    optimizer = optimizer_of(model, torch.optim.SGD, momentum=0.9)
+    gf.export(model, x, target, path, optimizer=optimizer, batch=batch)
+    return x, target
+
+
+def both(path, x, target, steps: int = 2) -> list[dict]:
+    """Parameters, state and losses by the plain graph and by that in blocks."""
+    found = []
+    for name in ("train.onnx", in_blocks("train.onnx")):
+        folder = exported.Folder(path, exported.runtime)
+        folder.run_train = exported.runtime(path / name)
+        losses = [folder.step(x, target) for _ in range(steps)]
+        found.append(folder.values | {"losses": np.array(losses, np.float32)})
+    return found
+
+
+def nodes(path, kind: str) -> list:
+    graph = onnx.load(path, load_external_data=False).graph
+    return [n for n in graph.node if n.op_type == kind and n.domain == BLOCKED]
+
+
+def assert_same(one: dict, other: dict, tolerance: float = 1e-4) -> None:
+    assert_close(other, {n: torch.from_numpy(np.asarray(a)) for n, a in one.items()}, tolerance)
+
+
+@x86
+@pytest.mark.parametrize("batch", [None, 3])
+@pytest.mark.parametrize("kernel, stride", [(3, 1), (3, 2), (5, 1)])
+@pytest.mark.parametrize(
+    "what", [gf.GalerkinFilter(grid=7), gf.GalerkinFilter(patch=2), gf.GradientFilter(), gf.Exact()]
+)
+def test_the_steps_are_those_of_the_plain_graph(what, kernel, stride, batch, tmp_path):
+    x, target = written(depthwise(kernel, stride, nn.ReLU6()), tmp_path, what, batch=batch)
+    assert_same(*both(tmp_path, x, target))
+
+
+@x86
+@pytest.mark.parametrize("act", [nn.ReLU(), nn.ReLU6(), nn.Hardswish(), nn.Identity()])
+def test_an_activation_becomes_part_of_its_convolution(act, tmp_path):
+    x, target = written(depthwise(3, 1, act), tmp_path, gf.GalerkinFilter(grid=7), batch=3)
+    [forward, *_] = nodes(tmp_path / in_blocks("train.onnx"), "Conv")
+    fused = {a.name: onnx.helper.get_attribute_value(a) for a in forward.attribute}
+    expected = {nn.ReLU: b"Relu", nn.ReLU6: b"Clip"}.get(type(act))
+    assert fused.get("activation") == expected
+    assert_same(*both(tmp_path, x, target))
+
+
+def test_all_three_convolutions_of_a_layer_are_in_blocks(tmp_path):
+    written(depthwise(3, 1, nn.ReLU6()), tmp_path, gf.GalerkinFilter(grid=7), batch=3)
+    assert len(nodes(tmp_path / in_blocks("train.onnx"), "Conv")) == 3  # y, gx, gw
+    assert len(nodes(tmp_path / in_blocks("predict.onnx"), "Conv")) == 1
+    assert not nodes(tmp_path / "train.onnx", "Conv")
+
+
+@pytest.mark.parametrize("channels, dtype", [(24, torch.float32), (32, torch.float64)])
+def test_only_where_the_kernels_fit(channels, dtype, tmp_path):
+    """Whole blocks, in float32; what an export before has left is taken away."""
+    written(depthwise(3, 1, nn.ReLU6()), tmp_path, gf.GalerkinFilter(grid=7))
+    assert (tmp_path / "probe.onnx").exists()
+    model, x = depthwise(3, 1, nn.ReLU6(), channels).to(dtype), torch.randn(3, 3, 28, 28).to(dtype)
+    gf.convert(model, gf.GalerkinFilter(grid=7), example=x)
+    gf.export(model, x, torch.randint(4, (3,)), tmp_path)
+    left = {"probe.onnx", in_blocks("train.onnx"), in_blocks("predict.onnx")}
+    assert left.isdisjoint(p.name for p in tmp_path.iterdir())
+
+
+@x86
+@pytest.mark.slow
+@pytest.mark.parametrize("what", [gf.GalerkinFilter(grid=7), gf.Exact()])
+@pytest.mark.parametrize("name", ["mobilenet_v2", "tf_efficientnet_lite0"])
+def test_real_networks(name, what, tmp_path):
+    torch.manual_seed(0)
+    x, target = written(networks.named(name), tmp_path, what, 64, 3, last=8)
+    assert_same(*both(tmp_path, x, target), tolerance=2e-4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("blocked")
+    written(depthwise(3, 1, nn.ReLU6()), path, gf.GalerkinFilter(grid=7), batch=3)
+    return path
+
+
+def loaded(folder, monkeypatch) -> list[str]:
+    """The files that the runner loads for the training graph."""
+    runner = module("exported")
+    model, names = runner.Exported(folder), []
+    load = runner.Exported._loaded
+    monkeypatch.setattr(
+        runner.Exported, "_loaded", lambda self, name, n: names.append(name) or load(self, name, n)
+    )
+    model.session("train.onnx", 1)
+    model.session("train.onnx", 1)
+    return names
+
+
+@x86
+def test_the_runner_takes_blocks_where_they_give_the_same(folder, monkeypatch):
+    quick = in_blocks("train.onnx")
+    assert loaded(folder, monkeypatch) == ["probe.onnx", quick, quick]
+
+
+def test_the_runner_does_without_on_other_processors(folder, monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert loaded(folder, monkeypatch) == ["train.onnx", "train.onnx"]
+
+
+@x86
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_runner_does_without_where_they_fail(folder, broken, monkeypatch, tmp_path):
+    other = shutil.copytree(folder, tmp_path / "other")
+    model = onnx.load(other / "probe.onnx")
+    if broken:
+        [first, *_] = [n for n in model.graph.node if n.op_type == "ReorderInput"]
+        first.op_type = "NobodyKnows"
+    else:
+        [conv] = [n for n in model.graph.node if n.op_type == "Conv" and n.domain == ""]
+        conv.attribute.remove(next(a for a in conv.attribute if a.name == "pads"))
+        conv.attribute.append(onnx.helper.make_attribute("pads", [0, 0, 2, 2]))
+    (other / "probe.onnx").write_bytes(model.SerializeToString())
+    runner = module("exported")
+    monkeypatch.setattr(runner.Exported, "_check_hash", lambda *_: None)
+    assert loaded(other, monkeypatch) == ["probe.onnx", "train.onnx", "train.onnx"]
