@@ -3,6 +3,7 @@
 import exported
 import networks
 import numpy as np
+import onnx
 import pytest
 import torch
 from exported import assert_close, in_pytorch, optimizer_of
@@ -10,9 +11,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from torch import nn
 
 import gradfilter as gf
+from gradfilter.export import onebyone
 
 CLASSES = 5
 TOLERANCE = 1e-9
+LARGE = 2600  # bytes: of these small networks the larger maps, and not what is kept of them
 PLANS = {
     "galerkin grid": gf.GalerkinFilter(grid=3),
     "galerkin patch": gf.GalerkinFilter(patch=2),
@@ -26,6 +29,15 @@ PLANS = {
     },
     "frozen": {"0.*": "frozen", "1.*": gf.GalerkinFilter(grid=3), "2.*": gf.Exact()},
 }
+KEEPING = ("exact", "mixed", "frozen")  # a large map from the first layers on, for a norm too
+
+
+@pytest.fixture(autouse=True, params=[onebyone.LARGE, LARGE], ids=["batch", "one by one"])
+def large(request):
+    """The whole batch at once, or the front of the network image by image."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(onebyone, "LARGE", request.param)
+        yield request.param == LARGE
 
 
 def block(channels: int, out: int, stride: int, groups: int = 1, act=nn.ReLU6) -> nn.Sequential:
@@ -66,10 +78,12 @@ def planned(name: str, maps: bool = False) -> nn.Module:
 
 @pytest.mark.parametrize("maps", [False, True], ids=["classes", "masks"])
 @pytest.mark.parametrize("plan", PLANS)
-def test_one_step_in_float64(plan, maps, tmp_path):
+def test_one_step_in_float64(plan, maps, large, tmp_path):
     model, (x, target) = planned(plan, maps), batch(maps=maps)
     optimizer = optimizer_of(model, torch.optim.SGD, momentum=0.9, weight_decay=1e-3)
     folder = exported.exported(model, x, target, tmp_path, optimizer=optimizer)
+    kinds = {n.op_type for n in onnx.load(tmp_path / "train.onnx").graph.node}
+    assert ("Scan" in kinds) == (large and plan not in KEEPING)
     loss = folder.step(x, target)
     expected = in_pytorch(model, x, target, optimizer)
     assert_close(folder.values | {"loss": np.array(loss)}, expected, TOLERANCE)

@@ -102,10 +102,12 @@ def test_a_frozen_front_has_its_batch_norms_folded(tmp_path):
     model, x, target = converted("mobilenet_v2", gf.GalerkinFilter(grid=7), last=4)
     path = gf.export(model, x, target, tmp_path)
     graph = onnx.load(path / "train.onnx", load_external_data=False).graph
-    constants = {i.name for i in graph.initializer}
-    front = [n for n in graph.node if n.op_type == "Conv" and n.input[1] in constants]
+    bodies = [a.g for n in graph.node for a in n.attribute if a.name == "body"]
+    constants = {i.name for g in (graph, *bodies) for i in g.initializer}
+    nodes = [n for g in (graph, *bodies) for n in g.node]
+    front = [n for n in nodes if n.op_type == "Conv" and n.input[1] in constants]
     assert len(front) == 48  # of 52 convolutions
-    assert not any(n.op_type == "BatchNormalization" for n in graph.node)
+    assert not any(n.op_type == "BatchNormalization" for n in nodes)
 
 
 def test_an_exact_gradient_that_slips_in_is_refused(monkeypatch, tmp_path):

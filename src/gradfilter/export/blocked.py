@@ -41,7 +41,12 @@ def _in_blocks(graph: Graph, x: Operand) -> Value:
     return graph.op("ReorderInput", x, domain=BLOCKED, like=x)
 
 
-def fused(graph: Graph) -> None:
+def used(graph: Graph) -> bool:
+    bodies = [node.body.nodes for node in graph.nodes if node.body is not None]
+    return any(n.domain == BLOCKED for nodes in (graph.nodes, *bodies) for n in nodes)
+
+
+def fuse(graph: Graph) -> None:
     """Activations that follow a blocked convolution become part of it."""
     readers: dict[str, list[Node]] = {}
     for node in graph.nodes:

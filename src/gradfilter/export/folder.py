@@ -17,8 +17,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gradfilter.export import Runner, blocked, recorded, write
 from gradfilter.export.align import align
 from gradfilter.export.check import no_exact_gradient
-from gradfilter.export.graph import BLOCKED, OPSET, Batch, Graph, Value
+from gradfilter.export.graph import OPSET, Batch, Graph, Value
 from gradfilter.export.lower import Lowering
+from gradfilter.export.onebyone import one_by_one
 from gradfilter.export.optimizers import understood
 from gradfilter.export.step import TrainingStep, enlarged, scores_of
 from gradfilter.export.trace import traced
@@ -50,8 +51,7 @@ class Export:
         self.graphs = {TRAIN: self.train, PREDICT: self.predict}
         for name, found in ((TRAIN, step), (PREDICT, prediction)):
             graph = self._lowered(found, blocks=True)
-            if any(node.domain == BLOCKED for node in graph.nodes):
-                blocked.fused(graph)
+            if blocked.used(graph):
                 self.graphs |= {in_blocks(name): graph, PROBE: blocked.probe()}
 
     def _step(self) -> _Traced:
@@ -88,6 +88,9 @@ class Export:
         results = Lowering(graph, found.convolutions).run(found.trace, inputs)
         for name, value in zip(found.outputs, results, strict=False):
             graph.output(name, value)
+        graph.prune()
+        blocked.fuse(graph)
+        one_by_one(graph)
         return graph
 
     def write(self, path: Path, runner: Runner | None) -> Path:

@@ -46,6 +46,7 @@ class Node:
     outputs: list[str]
     attributes: dict
     domain: str = ""
+    body: Graph | None = None  # of a Scan; what that reads from outside is in `inputs` too
 
 
 class Graph:
@@ -57,13 +58,14 @@ class Graph:
         self.constants: dict[str, np.ndarray] = {}
         self.inputs: list[Value] = []
         self.outputs: list[tuple[str, Value]] = []
+        self.values: dict[str, Value] = {}  # by name: inputs, constants and what nodes put out
         self._by_content: dict[tuple, str] = {}
         self._by_node: dict[tuple, tuple[str, ...]] = {}
         self._reshaped: dict[str, Value] = {}  # what a reshaped value was before
         self._count = 0
 
     def input(self, name: str, shape: Shape, dtype: torch.dtype) -> Value:
-        value = Value(name, shape, dtype)
+        value = self.values[name] = Value(name, shape, dtype)
         self.inputs.append(value)
         return value
 
@@ -107,7 +109,9 @@ class Graph:
             self.nodes.append(Node(kind, names, list(outputs), attributes, domain))
             self._by_node[key] = outputs
         pairs = zip(self._by_node[key], results, strict=True)
-        return [Value(name, tuple(shape), dtype) for name, (shape, dtype) in pairs]
+        found = [Value(name, tuple(shape), dtype) for name, (shape, dtype) in pairs]
+        self.values |= {v.name: v for v in found}
+        return found
 
     def name(self, x: Operand) -> str:
         return x.name if isinstance(x, Value) else self.constant(x.detach().cpu().numpy())
@@ -119,6 +123,7 @@ class Graph:
         if key not in self._by_content:
             name = self._by_content[key] = self._new("constant")
             self.constants[name] = array
+            self.values[name] = Value(name, array.shape, torch.from_numpy(array).dtype)
         return self._by_content[key]
 
     def _new(self, kind: str) -> str:
@@ -147,6 +152,16 @@ class Graph:
     def _images(self) -> Value:
         free = (v for v in self.inputs if v.shape and isinstance(v.shape[0], Batch))
         return next(free)
+
+    def prune(self) -> None:
+        """Leave out the nodes that lead to no output."""
+        wanted = {value.name for _, value in self.outputs}
+        kept: list[Node] = []
+        for node in reversed(self.nodes):
+            if not wanted.isdisjoint(node.outputs):
+                wanted.update(node.inputs)
+                kept.append(node)
+        self.nodes = kept[::-1]
 
     def reshape(self, x: Operand, shape: Shape) -> Operand:
         if isinstance(x, Tensor):

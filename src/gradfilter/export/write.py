@@ -1,8 +1,10 @@
-"""A graph as an ONNX file: what is not read left out, what can be freed early run early."""
+"""A graph as an ONNX file."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +40,7 @@ def save(graph: Graph, path: Path, store: Constants) -> None:
     import onnx
 
     found = model(graph, path.stem)
-    for tensor in found.graph.initializer:
+    for tensor in _constants_of(found.graph):
         if len(tensor.raw_data) >= LARGE:
             at = store.place(tensor.raw_data)
             place = {"location": store.path.name, "offset": at, "length": len(tensor.raw_data)}
@@ -49,31 +51,52 @@ def save(graph: Graph, path: Path, store: Constants) -> None:
     path.write_bytes(found.SerializeToString())
 
 
+def _constants_of(graph) -> Iterator:
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            yield from _constants_of(attribute.g)
+
+
 def model(graph: Graph, name: str):
     """The graph as an onnx.ModelProto."""
-    import onnx
     from onnx import helper
 
     nodes = ordered(graph)
-    used = {i for node in nodes for i in node.inputs}
-    constants = [
-        onnx.numpy_helper.from_array(array, key)
-        for key, array in graph.constants.items()
-        if key in used
-    ]
-    written = [
-        helper.make_node(n.kind, n.inputs, n.outputs, name=f"{i}", domain=n.domain, **n.attributes)
-        for i, n in enumerate(nodes)
-    ]
-    inputs = [_info(v.name, v) for v in graph.inputs]
-    outputs = [_info(key, v) for key, v in graph.outputs]
-    body = helper.make_graph(written, name, inputs, outputs, constants)
+    body = helper.make_graph(_written(nodes), name, *_ends(graph), _constants(graph, nodes))
     opset = [helper.make_opsetid("", OPSET)]
-    if any(n.domain == BLOCKED for n in nodes):
+    if graph.blocked:
         opset.append(helper.make_opsetid(BLOCKED, 1))
     return helper.make_model(
         body, opset_imports=opset, ir_version=IR_VERSION, producer_name="gradfilter"
     )
+
+
+def _constants(graph: Graph, nodes: list[Node]) -> list:
+    """Those that the nodes read themselves; a body's own are in it, so that it can be optimized."""
+    import onnx
+
+    used = {name for node in nodes if node.body is None for name in node.inputs}
+    return [onnx.numpy_helper.from_array(a, n) for n, a in graph.constants.items() if n in used]
+
+
+def _written(nodes: list[Node]) -> list:
+    from onnx import helper
+
+    found = []
+    for i, n in enumerate(nodes):
+        inputs, attributes = n.inputs, n.attributes
+        if n.body is not None:  # ONNX does not tell what a body reads from outside
+            own = _constants(n.body, n.body.nodes)
+            body = helper.make_graph(_written(n.body.nodes), n.kind, *_ends(n.body), own)
+            inputs, attributes = inputs[: len(n.body.inputs)], attributes | {"body": body}
+        node = helper.make_node(n.kind, inputs, n.outputs, f"{i}", domain=n.domain, **attributes)
+        found.append(node)
+    return found
+
+
+def _ends(graph: Graph) -> tuple[list, list]:
+    return [_info(v.name, v) for v in graph.inputs], [_info(key, v) for key, v in graph.outputs]
 
 
 def _info(name: str, value: Value):
@@ -84,27 +107,23 @@ def _info(name: str, value: Value):
 
 
 def ordered(graph: Graph) -> list[Node]:
-    """The nodes that lead to an output, in the order in which they are best run.
+    """The nodes, each as soon as its inputs are there: by how many lie between the images and it.
 
-    That is the order in which they were written, but for two things. What leads to outputs alone
-    (the gradient and the update of a parameter, patch means that only a gradient reads) runs as
-    soon as it can, so that what it reads is free. What depends on no image runs when it is needed.
+    So patch means are taken and parameters updated early, and what they read is free. What depends
+    on no image (folded weights) comes when it is needed.
     """
-    nodes = _living(graph)
-    last = _ends(nodes)
-    place = {v.name: -1.0 for v in graph.inputs if v.name == "images"}
-    keys: dict[int, float] = {}
-    for i, node in enumerate(nodes):
-        made = [place[name] for name in node.inputs if name in place]
-        if made:
-            keys[i] = max(made) + 1e-6 if last[i] and max(made) >= 0 else float(i)
-            place |= dict.fromkeys(node.outputs, keys[i])
-    by_image = [nodes[i] for i in sorted(keys, key=lambda i: (keys[i], i))]
-    makers = {
-        name: nodes[i] for i in range(len(nodes)) if i not in keys for name in nodes[i].outputs
-    }
+    nodes, depth = _renamed(graph), {"images": 0}
+    by_image: list[tuple[int, Node]] = []
+    for node in nodes:
+        before = [depth[name] for name in node.inputs if name in depth]
+        if before:
+            by_image.append((max(before) + 1, node))
+            depth |= dict.fromkeys(node.outputs, max(before) + 1)
+    by_image.sort(key=lambda pair: pair[0])
+    of_image = {id(node) for _, node in by_image}
+    makers = {name: n for n in nodes if id(n) not in of_image for name in n.outputs}
     found: list[Node] = []
-    for node in by_image:
+    for _, node in by_image:
         _needed(node, makers, found)
         found.append(node)
     for node in list(makers.values()):  # an output that depends on no image: a count of steps
@@ -123,41 +142,11 @@ def _needed(node: Node, makers: dict[str, Node], found: list[Node]) -> None:
             found.append(maker)
 
 
-def _living(graph: Graph) -> list[Node]:
-    """The nodes that lead to an output."""
-    wanted = {key for key, _ in graph.outputs}
-    kept: list[Node] = []
-    for node in reversed(_renamed(graph)):
-        if not wanted.isdisjoint(node.outputs):
-            wanted.update(node.inputs)
-            kept.append(node)
-    return kept[::-1]
-
-
-def _ends(nodes: list[Node]) -> list[bool]:
-    """Whether a node leads to outputs alone, through nodes that do."""
-    readers: dict[str, list[int]] = {}
-    for i, node in enumerate(nodes):
-        for name in node.inputs:
-            readers.setdefault(name, []).append(i)
-    found = [False] * len(nodes)
-    for i in range(len(nodes) - 1, -1, -1):
-        after = [j for name in nodes[i].outputs for j in readers.get(name, ())]
-        found[i] = all(found[j] for j in after)
-    return found
-
-
 def _renamed(graph: Graph) -> list[Node]:
     """Nodes that write the outputs under their own names."""
     names = {v.name: key for key, v in graph.outputs}
     return [
-        Node(
-            n.kind,
-            [names.get(i, i) for i in n.inputs],
-            [names.get(o, o) for o in n.outputs],
-            n.attributes,
-            n.domain,
-        )
+        replace(n, **{k: [names.get(i, i) for i in getattr(n, k)] for k in ("inputs", "outputs")})
         for n in graph.nodes
     ]
 
@@ -171,7 +160,7 @@ def in_place(graph: Graph, names: list[str], new: str) -> bool:
 
     A runtime may then let the new value overwrite it, in whatever order it runs the nodes.
     """
-    nodes = _living(graph)
+    nodes = _renamed(graph)
     makers = {name: node for node in nodes for name in node.outputs}
     readers: dict[str, list[Node]] = {name: [] for name in names}
     for node in nodes:
