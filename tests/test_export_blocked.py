@@ -55,7 +55,9 @@ def both(path, x, target, steps: int = 2) -> list[dict]:
 
 def nodes(path, kind: str) -> list:
     graph = onnx.load(path, load_external_data=False).graph
-    return [n for n in graph.node if n.op_type == kind and n.domain == BLOCKED]
+    bodies = [a.g for n in graph.node for a in n.attribute if a.name == "body"]
+    every = [n for g in (graph, *bodies) for n in g.node]
+    return [n for n in every if n.op_type == kind and n.domain == BLOCKED]
 
 
 def assert_same(one: dict, other: dict, tolerance: float = 1e-4) -> None:
@@ -84,8 +86,10 @@ def test_an_activation_becomes_part_of_its_convolution(act, tmp_path):
     assert_same(*both(tmp_path, x, target))
 
 
-def test_all_three_convolutions_of_a_layer_are_in_blocks(tmp_path):
-    written(depthwise(3, 1, nn.ReLU6()), tmp_path, gf.GalerkinFilter(grid=7), batch=3)
+@pytest.mark.parametrize("batch", [None, 3])
+def test_all_three_convolutions_of_a_layer_are_in_blocks(batch, tmp_path):
+    """With a free number of images the weight's is done for one after the other."""
+    written(depthwise(3, 1, nn.ReLU6()), tmp_path, gf.GalerkinFilter(grid=7), batch=batch)
     assert len(nodes(tmp_path / in_blocks("train.onnx"), "Conv")) == 3  # y, gx, gw
     assert len(nodes(tmp_path / in_blocks("predict.onnx"), "Conv")) == 1
     assert not nodes(tmp_path / "train.onnx", "Conv")

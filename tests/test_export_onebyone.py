@@ -11,11 +11,9 @@ from gradfilter.export import onebyone
 
 
 def scan(path, name: str = "train.onnx"):
-    """The Scan of a graph, or None."""
+    """The Scan over the images of a graph, or None."""
     nodes = onnx.load(path / name, load_external_data=False).graph.node
-    found = [n for n in nodes if n.op_type == "Scan"]
-    assert len(found) <= 1
-    return found[0] if found else None
+    return next((n for n in nodes if n.op_type == "Scan" and n.input[0] == "images"), None)
 
 
 def body(node) -> list:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gradfilter.export import blocked
 from gradfilter.export.arithmetic import operand
-from gradfilter.export.graph import Batch, Operand, Value
+from gradfilter.export.graph import Batch, Graph, Operand, Value
 from gradfilter.export.trace import Result
 from gradfilter.layers import ConvOp
 
@@ -35,19 +35,19 @@ def convolution(c, call, x, w, b, stride, padding, dilation, transposed, extra, 
     if transposed:
         return _transposed(c, call, x, w, b, stride, padding, dilation, extra, groups)
     x, pads = padded(c, call, x, padding)
-    return conv(c, x, w, b, stride, pads, dilation, groups, call.shape)
+    return conv(c.graph, x, w, b, stride, pads, dilation, groups, call.shape)
 
 
-def conv(c, x, w, b, stride, pads, dilation, groups, shape) -> Operand:
+def conv(graph: Graph, x, w, b, stride, pads, dilation, groups, shape) -> Operand:
     """`pads` are [top, left, bottom, right]."""
     how = dict(
         kernel_shape=list(w.shape[2:]), pads=list(pads), strides=list(stride),
         dilations=list(dilation), group=groups,
     )  # fmt: skip
-    if blocked.fits(c.graph, w, groups):
-        return blocked.depthwise(c.graph, x, w, b, shape, **how)
+    if blocked.fits(graph, w, groups):
+        return blocked.depthwise(graph, x, w, b, shape, **how)
     bias = () if b is None else (b,)
-    return c.graph.op("Conv", x, w, *bias, shape=shape, dtype=x.dtype, **how)
+    return graph.op("Conv", x, w, *bias, shape=shape, dtype=x.dtype, **how)
 
 
 def _transposed(c, call, x, w, b, stride, padding, dilation, extra, groups):
@@ -113,7 +113,7 @@ def slid(c, op: ConvOp, g: Operand, w: Operand, mix: Tensor) -> Operand:
     kh, kw = op.kernel
     pads = [kh - 1 - top, kw - 1 - left, kh - 1 - bottom, kw - 1 - right]
     size = [g.shape[2 + i] + pads[i] + pads[2 + i] - op.kernel[i] + 1 for i in (0, 1)]
-    return conv(c, g, turned, None, (1, 1), pads, (1, 1), channels, (*g.shape[:2], *size))
+    return conv(graph, g, turned, None, (1, 1), pads, (1, 1), channels, (*g.shape[:2], *size))
 
 
 def grad_weight(c, op: ConvOp, g: Operand, x: Operand, w_shape) -> Operand:
@@ -122,18 +122,31 @@ def grad_weight(c, op: ConvOp, g: Operand, x: Operand, w_shape) -> Operand:
         return c.graph.reshape(product(c, g, x), w_shape)
     if op.groups == 1:
         return _by_convolution(c, op, g, x, w_shape)
-    if op.groups == w_shape[0] == x.shape[1] and not isinstance(g.shape[0], Batch):
-        return _by_own_convolutions(c, op, g, x, w_shape)
-    return _by_taps(c, op, g, x, w_shape)
+    if not op.groups == w_shape[0] == x.shape[1]:
+        return _by_taps(c, op, g, x, w_shape)
+    if not isinstance(g.shape[0], Batch):
+        return _by_own_convolutions(c.graph, op, g, x, w_shape)
+    return (_by_images if slides_in_blocks(c, g) else _by_taps)(c, op, g, x, w_shape)
 
 
 def slides_in_blocks(c, g: Operand) -> bool:
     """Whether the maps of a depthwise layer can slide over their own g in blocks."""
     n, channels = g.shape[:2]
-    if isinstance(n, Batch):
-        return False
-    each = Value("", (n * channels, 1, *g.shape[2:]), g.dtype)
-    return blocked.fits(c.graph, each, n * channels)
+    maps = channels if isinstance(n, Batch) else n * channels
+    return blocked.fits(c.graph, Value("", (maps, 1, *g.shape[2:]), g.dtype), maps)
+
+
+def _by_images(c, op: ConvOp, g, x, w_shape):
+    """One image after the other: so many groups a convolution has, and not as many as there are."""
+    body = c.graph.body()
+    maps = [
+        body.reshape(body.input(name, t.shape[1:], t.dtype), (1, *t.shape[1:]))
+        for name, t in (("g", g), ("x", x))
+    ]
+    gw = _by_own_convolutions(body, op, *maps, w_shape)
+    body.outputs.append((gw.name, gw))
+    [each] = c.graph.scan(body, g, x)
+    return c.graph.sum(each, [0])
 
 
 def product(c, g: Operand, x: Operand) -> Operand:
@@ -167,18 +180,18 @@ def _by_convolution(c, op: ConvOp, g, x, w_shape):
     sizes = [-(-r // d) for r, d in zip(reach, op.dilation, strict=True)]
     swapped = [c.graph.permute(t, [1, 0, 2, 3]) for t in (x, g)]
     found = conv(
-        c, *swapped, None, op.dilation, [top, left, bottom, right], op.stride, 1,
+        c.graph, *swapped, None, op.dilation, [top, left, bottom, right], op.stride, 1,
         (x.shape[1], g.shape[1], *sizes),
     )  # fmt: skip
-    return c.graph.permute(_first(c, found, op.kernel), [1, 0, 2, 3])
+    return c.graph.permute(_first(c.graph, found, op.kernel), [1, 0, 2, 3])
 
 
-def _by_own_convolutions(c, op: ConvOp, g, x, w_shape):
+def _by_own_convolutions(graph: Graph, op: ConvOp, g, x, w_shape):
     """A depthwise layer: every map of every image slides over its own g."""
     n, channels = x.shape[:2]
     top, bottom, left, right = op.padding
-    flat_x = c.graph.reshape(x, (1, n * channels, *x.shape[2:]))
-    flat_g = c.graph.reshape(g, (n * channels, 1, *g.shape[2:]))
+    flat_x = graph.reshape(x, (1, n * channels, *x.shape[2:]))
+    flat_g = graph.reshape(g, (n * channels, 1, *g.shape[2:]))
     sizes = [
         -(
             -(
@@ -192,11 +205,11 @@ def _by_own_convolutions(c, op: ConvOp, g, x, w_shape):
         for i in (0, 1)
     ]
     found = conv(
-        c, flat_x, flat_g, None, op.dilation, [top, left, bottom, right], op.stride, n * channels,
-        (1, n * channels, *sizes),
+        graph, flat_x, flat_g, None, op.dilation, [top, left, bottom, right], op.stride,
+        n * channels, (1, n * channels, *sizes),
     )  # fmt: skip
-    found = c.graph.reshape(_first(c, found, op.kernel), (n, channels, *op.kernel))
-    return c.graph.reshape(c.graph.sum(found, [0]), w_shape)
+    found = graph.reshape(_first(graph, found, op.kernel), (n, channels, *op.kernel))
+    return graph.reshape(graph.sum(found, [0]), w_shape)
 
 
 def _by_taps(c, op: ConvOp, g, x, w_shape):
@@ -236,12 +249,12 @@ def _read(c, op: ConvOp, x, tap: tuple[int, int], size) -> Operand:
     )  # fmt: skip
 
 
-def _first(c, x: Operand, size) -> Operand:
+def _first(graph: Graph, x: Operand, size) -> Operand:
     """The first rows and columns of a map."""
     if tuple(x.shape[2:]) == tuple(size):
         return x
-    ints = c.graph.ints
-    return c.graph.op(
+    ints = graph.ints
+    return graph.op(
         "Slice", x, ints(0, 0), ints(*size), ints(2, 3), shape=(*x.shape[:2], *size), dtype=x.dtype
     )
 

@@ -50,10 +50,13 @@ class Node:
 
 
 class Graph:
-    """Nodes in the order in which they are to run; `blocked` allows maps in blocks of channels."""
+    """Nodes in the order in which they are to run; `blocked` allows maps in blocks of channels.
 
-    def __init__(self, blocked: bool = False):
-        self.blocked = blocked
+    The names in a body begin with a prefix, or they would hide those outside.
+    """
+
+    def __init__(self, blocked: bool = False, prefix: str = ""):
+        self.blocked, self.prefix = blocked, prefix
         self.nodes: list[Node] = []
         self.constants: dict[str, np.ndarray] = {}
         self.inputs: list[Value] = []
@@ -65,7 +68,7 @@ class Graph:
         self._count = 0
 
     def input(self, name: str, shape: Shape, dtype: torch.dtype) -> Value:
-        value = self.values[name] = Value(name, shape, dtype)
+        value = self.values[self.prefix + name] = Value(self.prefix + name, shape, dtype)
         self.inputs.append(value)
         return value
 
@@ -128,7 +131,20 @@ class Graph:
 
     def _new(self, kind: str) -> str:
         self._count += 1
-        return f"{kind.lower()}_{self._count}"
+        return f"{self.prefix}{kind.lower()}_{self._count}"
+
+    def body(self) -> Graph:
+        """A graph for what is done to one image, to be filled and given to `scan`."""
+        return Graph(self.blocked, self._new("each") + ".")
+
+    def scan(self, body: Graph, *inputs: Value) -> list[Value]:
+        """The outputs of a body that reads no value from outside, for all images."""
+        count = inputs[0].shape[0]
+        found = [Value(self._new("scan"), (count, *v.shape), v.dtype) for _, v in body.outputs]
+        self.values |= {v.name: v for v in found}
+        names = [v.name for v in inputs], [v.name for v in found]
+        self.nodes.append(Node("Scan", *names, {"num_scan_inputs": len(inputs)}, body=body))
+        return found
 
     # shapes
 

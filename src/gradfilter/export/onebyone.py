@@ -96,9 +96,9 @@ def _large(value: Value) -> bool:
 
 def _scan(graph: Graph, images: Value, front: list[Node]) -> Node:
     """The nodes as the body of a Scan, under names of their own."""
-    body, given = Graph(), _given(graph, front)
+    body, given = Graph(prefix=EACH), _given(graph, front)
     names = {name: EACH + name for node in front for name in node.outputs} | {IMAGES: EACH + IMAGES}
-    image = body.input(EACH + IMAGES + ".0", images.shape[1:], images.dtype)
+    image = body.input(IMAGES + ".0", images.shape[1:], images.dtype)
     whole = graph.constant(np.array([1, *images.shape[1:]]))
     body.nodes = [Node("Reshape", [image.name, whole], [names[IMAGES]], {})]
     for node in front:

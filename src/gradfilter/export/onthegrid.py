@@ -78,7 +78,7 @@ def _folded(c, call, y, scale, shift) -> Operand:
             x, pads = convolutions.padded(c, own, x, padding)
             if scale is not None:
                 w = times(c, w, c.graph.reshape(scale, (*scale.shape, 1, 1, 1)))
-            return convolutions.conv(c, x, w, shift, stride, pads, dilation, groups, y.shape)
+            return convolutions.conv(c.graph, x, w, shift, stride, pads, dilation, groups, y.shape)
     if scale is not None:
         y = joined(c, "Mul", y, c.graph.reshape(scale, (*scale.shape, 1, 1)))
     return y if shift is None else joined(c, "Add", y, c.graph.reshape(shift, (*shift.shape, 1, 1)))
