@@ -13,6 +13,10 @@ from gradfilter.recipes.recording import Row
 from gradfilter.recipes.settings import Settings
 from gradfilter.recipes.trainer import Trainer
 
+LEFT_OUT = (
+    "every epoch leaves one picture out, each time another: alone in the last batch it would be "
+    "too few for the statistics of batch norms"
+)
 ADVICE = "try a smaller --lr, or fewer layers with --last"
 
 
@@ -53,12 +57,14 @@ def greeting(settings: Settings, data: Data, trainer: Trainer) -> str:
     kinds = sorted({repr(m) for m in plan.converted.values()})
     how = f"{len(plan.converted)} by {', '.join(kinds)}" if kinds else "all exactly"
     part = f" (part {s.part} of {s.parts}, {s.split})" if s.split else ""
+    alone = len(data.train) > trainer.batch * trainer.epoch_steps(len(data.train))
     return (
         f"{data.name}{part}: {len(data.train):,} pictures to train on, {len(data.test):,} to "
         f"test, {len(data.classes)} classes\n"
         f"{s.model}, weights: {trainer.network.weights}; {trainer.size} px, "
         f"{trainer.batch} a step, on {trainer.device}\n"
         f"{len(plan) - len(plan.frozen)} of {len(plan)} layers trained, {how}"
+        + (f"\n{LEFT_OUT}" if alone else "")
     )
 
 
