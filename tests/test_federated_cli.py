@@ -4,6 +4,7 @@ import json
 import ssl
 import sys
 from contextlib import nullcontext
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ pytest.importorskip("torchvision")
 import tiny  # noqa: E402
 from commands import gradfilter, mistake  # noqa: E402
 
-from gradfilter.federated import client, flower, launch, settings  # noqa: E402
+from gradfilter.federated import client, flower, keys, launch, settings  # noqa: E402
 from gradfilter.recipes.trainer import Trainer  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("tiny_networks", "fresh_clients")
@@ -136,6 +137,8 @@ MISTAKES = [
     ("federate-keys .. --address x", "cannot be the name of a device"),
     ("federate-keys a --address server.lan:8000", "no address"),
     ("federate-keys a --address https://server.lan", "no address"),
+    ("federate-keys a --address x --days 0", "whole number"),
+    ("federate-keys a --address x --days 40000", "1 to 36500 days"),
     ("federate-server", "--keys DIR"),
     ("federate-server --keys {photos}", "has no ca.pem"),
     ("federate-client --server x:1 --part 0", "--keys DIR"),
@@ -272,3 +275,51 @@ def test_keys(tmp_path, capsys):
     assert "not for new.lan" in mistake(capsys, *line, "new.lan")
     assert (folder / "phone" / "ca.pem").read_bytes() == before[1]
     assert before == ((folder / "pi" / "pi.key").read_bytes(), (folder / "ca.pem").read_bytes())
+
+
+def test_certificates_end_on_a_day_that_is_told(tmp_path, capsys):
+    folder, now = tmp_path / "keys", datetime.now(timezone.utc)
+    line = ["federate-keys", "pi", "--out", folder]
+    assert gradfilter(*line, "--address", "server.lan", "--days", "90") == 0
+    for name in ("ca.pem", "server.pem", "pi/ca.pem"):
+        assert abs(keys.ends(folder / name) - now - timedelta(days=90)) < timedelta(minutes=5)
+    day = f"certificates end on {keys.ends(folder / 'server.pem'):%Y-%m-%d}\n"
+    assert capsys.readouterr().out.endswith(day)
+    assert gradfilter(*line) == 0
+    assert capsys.readouterr().out.endswith(day)
+    assert "are there already, and end on" in mistake(capsys, *line, "--days", "9")
+    keys.make(tmp_path / "usual", ["server.lan"], [])
+    end = keys.ends(tmp_path / "usual" / "server.pem")
+    assert abs(end - now - timedelta(days=365)) < timedelta(minutes=5)
+    keys.make(tmp_path / "short", ["server.lan"], [], days=20)
+    assert "to renew" in keys.told(tmp_path / "short") and "to renew" not in keys.told(folder)
+
+
+def test_certificates_that_have_ended(photos, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "keys"
+    past = lambda hours=0, days=0: timedelta(days=-1 if days else 2)  # noqa: E731
+    monkeypatch.setattr(keys, "timedelta", past)
+    keys.make(folder, ["127.0.0.1"], ["pi"])
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    where = ["--server", "127.0.0.1:1", "--data", photos]
+    for line in (
+        ["federate-server", "--host", "127.0.0.1", "--port", flower.free_port(), "--keys", folder],
+        ["federate-client", *where, "--keys", folder / "pi"],
+        ["federate", *where, "--keys", folder, "--out", tmp_path / "run"],
+    ):
+        told = mistake(capsys, *line)
+        assert "ended on" in told and "to renew" in told
+
+
+def test_certificates_are_renewed_and_devices_keep_their_keys(tmp_path):
+    folder = tmp_path / "keys"
+    keys.make(folder, ["server.lan"], ["pi"])
+    before = {p: p.read_bytes() for p in (folder / "pi" / "pi.key", folder / "pi.pub")}
+    old = (folder / "ca.pem").read_bytes()
+    for path in [*folder.glob("ca.*"), *folder.glob("server.*")]:
+        path.unlink()
+    assert gradfilter("federate-keys", "--out", folder, "--address", "server.lan") == 0
+    assert all(p.read_bytes() == content for p, content in before.items())
+    assert (folder / "pi" / "ca.pem").read_bytes() == (folder / "ca.pem").read_bytes() != old
+    handshake(ssl.create_default_context(cafile=folder / "pi" / "ca.pem"), folder, "server.lan")

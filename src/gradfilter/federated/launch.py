@@ -138,12 +138,22 @@ def runtime(both: Both) -> Iterator[Link]:
         with flower.superlink(link, "--simulation", log=home / "superlink.log"):
             yield link
         return
-    certificate = Path(federation.keys) / "ca.pem" if federation.keys else None
-    if certificate and not certificate.is_file():
-        raise ValueError(f"{federation.keys} has no ca.pem: gradfilter federate-keys makes it")
-    link = Link(federation.server, certificate, home)
+    link = Link(federation.server, trusted(federation.keys), home)
     link.write()
     yield link
+
+
+def trusted(keys: Path | None) -> Path | None:
+    """The certificate of the authority whose server is trusted; None is without TLS."""
+    if keys is None:
+        return None
+    from gradfilter.federated.keys import check  # only now: simulations need no certificates
+
+    certificate = Path(keys) / "ca.pem"
+    if not certificate.is_file():
+        raise ValueError(f"{keys} has no ca.pem: gradfilter federate-keys makes it")
+    check(certificate)
+    return certificate
 
 
 def submit(both: Both, link: Link) -> str:
