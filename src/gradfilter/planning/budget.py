@@ -103,6 +103,8 @@ class Survey:
     ):
         candidates = _checked(batch, methods, copies)
         self.device = trial.check("plan", model, example, target)
+        example, target = trial.apart(example, target)
+        example = trial.mapped(example, Tensor.detach)  # pictures are not trained
         self.copies, self.tell = copies, tell or (lambda stage: None)
         with trial.same_chance(self.device):
             own = trial.exact_copy(model).eval()  # or batch norms would move their statistics
