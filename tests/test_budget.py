@@ -176,7 +176,21 @@ def test_a_plan_that_never_keeps_to_the_budget_says_so(clockwork):
     found = gf.plan(
         chained(), images(), target=TARGET, time="24ms", methods=[gf.GalerkinFilter(grid=4)]
     )
-    assert any("does not keep to the budget" in note for note in found.notes)
+    assert found.over == {"time": pytest.approx(1.0 - 0.024)}
+    told = "the plan is 976 ms of time over the budget of 24 ms (4066.7%), after 1 attempt"
+    assert found.table().endswith(told) and found.to_dict()["over"] == found.over
+
+
+def test_by_how_much_a_plan_is_over_each_budget(monkeypatch):
+    held = outcome.Outcome.held
+    more = lambda self, model: replace(held(self, model), kept=1024**2)  # noqa: E731
+    monkeypatch.setattr(outcome.Outcome, "held", more)
+    found = gf.plan(chained(), images(), target=TARGET, memory="40KB")
+    assert found.over == {"memory": found.final.measured.total - 40 * 1024}
+    assert "KB of memory over the budget of 40 KB" in found.table()
+    monkeypatch.undo()
+    found = gf.plan(chained(), images(), target=TARGET, memory="40KB")
+    assert not found.over and "over the budget" not in found.table()
 
 
 def test_without_a_time_budget_nothing_is_timed(monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from gradfilter.methods import Exact, Method
-from gradfilter.planning.amounts import told_bytes, told_seconds
+from gradfilter.planning.amounts import TOLD
 from gradfilter.planning.chain import Chain
 from gradfilter.planning.knapsack import Move, Option, Solution, solve
 from gradfilter.planning.prices import Prices
@@ -13,7 +13,6 @@ from gradfilter.planning.worth import Likeness, Worth
 
 Key = tuple[int, Method, bool]  # link, method, whether it is trained
 Limits = dict[str, float]  # "memory" in bytes, "time" in seconds: those that are given
-TOLD = {"memory": told_bytes, "time": told_seconds}
 
 
 class State(NamedTuple):
