@@ -235,5 +235,33 @@ def test_a_run_that_gained_nothing_says_so(after, gained):
         {"epoch": i, "step": i, "test_top1": top1, "test_loss": 1.0}
         for i, top1 in enumerate((0.5, after))
     ]
-    told = report.summary(report.Result(Path("run"), "top1", rows, rows[1], 1.0, None, None))
+    told = report.summary(report.Result(Path("run"), "top1", rows, rows[1], 1.0, None, gf.Plan()))
     assert ("nothing gained" in told) == (not gained)
+
+
+@pytest.mark.parametrize(
+    "frozen, greets, advises",
+    [
+        ([], "4 of 4 layers trained, all exactly", "smaller --lr, or fewer layers with --last"),
+        (["?"], "1 of 4 layers trained", "of 4 layers only 10 was trained; train more, with"),
+        (["*"], "0 of 4 layers trained, only norms", "no layer was trained; train more, with"),
+    ],
+)
+def test_a_plan_that_freezes_almost_everything(
+    photos, tmp_path, monkeypatch, capsys, frozen, greets, advises
+):
+    plan = {"*": {"method": "exact"}} | dict.fromkeys(frozen, "frozen")
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    monkeypatch.setattr(report.Result, "after", 0.0)
+    train(tiny.settings(photos, tmp_path / "run", plan=str(tmp_path / "plan.json"), steps=1))
+    told = " ".join(capsys.readouterr().out.split())
+    assert greets in told and f"nothing gained: {advises}" in told.replace("try a ", "")
+
+
+def test_a_plan_that_freezes_everything_is_refused(photos, tmp_path):
+    model = tiny.build("tiny", 3).model
+    names = [name for name, _ in model.named_modules()]
+    plan = gf.convert(model, {"*": "frozen"})
+    gf.Plan(plan.entries, names).save(tmp_path / "plan.json")
+    with pytest.raises(ValueError, match="the plan freezes everything"):
+        tiny.go(photos, tmp_path / "run", plan=str(tmp_path / "plan.json"))

@@ -15,7 +15,7 @@ from gradfilter.planning.choice import Attempt, Choice
 from gradfilter.planning.knapsack import Solution
 from gradfilter.planning.outcome import Outcome
 from gradfilter.planning.prices import prices
-from gradfilter.planning.search import Limits, Search
+from gradfilter.planning.search import Limits, Search, trained_links
 from gradfilter.planning.worth import own_labels, worth
 from gradfilter.trial import Target
 
@@ -143,6 +143,8 @@ class Survey:
         outcome, notes = Outcome(search, self.batch, self.step, self.device), list(self.notes)
         with trial.same_chance(self.device):
             solution, attempts = _settle(search, outcome, self.tell)
+            if trained_links(solution) == {search.last} and search.last:
+                notes.append(search.alone(attempts[-1].factors))
             return outcome.choice(solution, attempts, notes)
 
 

@@ -94,6 +94,8 @@ class Trainer:
         }
         self.plan = self._convert()
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        if not self.parameters:
+            raise ValueError("the plan freezes everything: no parameter is left to train")
         self.optimizer = torch.optim.SGD(
             self.parameters,
             lr=settings.lr,
