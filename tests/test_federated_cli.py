@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import ssl
 import sys
@@ -405,7 +406,8 @@ def test_certificates_that_have_ended(photos, tmp_path, monkeypatch, capsys):
 
 def test_certificates_are_renewed_and_devices_keep_their_keys(tmp_path):
     folder = tmp_path / "keys"
-    keys.make(folder, ["server.lan"], ["pi"])
+    keys.make(folder, ["server.lan"], ["pi", "moved"])
+    shutil.move(folder / "moved", tmp_path / "moved")
     before = {p: p.read_bytes() for p in (folder / "pi" / "pi.key", folder / "pi.pub")}
     old = (folder / "ca.pem").read_bytes()
     for path in [*folder.glob("ca.*"), *folder.glob("server.*")]:
@@ -413,4 +415,5 @@ def test_certificates_are_renewed_and_devices_keep_their_keys(tmp_path):
     assert gradfilter("federate-keys", "--out", folder, "--address", "server.lan") == 0
     assert all(p.read_bytes() == content for p, content in before.items())
     assert (folder / "pi" / "ca.pem").read_bytes() == (folder / "ca.pem").read_bytes() != old
+    assert (folder / "moved" / "ca.pem").exists()
     handshake(ssl.create_default_context(cafile=folder / "pi" / "ca.pem"), folder, "server.lan")

@@ -135,7 +135,8 @@ def make_device(folder: Path, name: str) -> list[Path]:
 
 
 def hand_out(folder: Path, name: str) -> Path:
-    """What a device is to trust, in its folder."""
+    """What a device is to trust, in its folder, which may have been moved to the device."""
+    (folder / name).mkdir(exist_ok=True)
     return _public(folder / name / "ca.pem", (folder / "ca.pem").read_bytes())
 
 
