@@ -394,6 +394,7 @@ def test_certificates_that_have_ended(photos, tmp_path, monkeypatch, capsys):
     keys.make(folder, ["127.0.0.1"], ["pi"])
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(flower, "start", lambda *_, **__: pytest.fail("it was started"))
     where = ["--server", "127.0.0.1:1", "--data", photos]
     for line in (
         ["federate-server", "--host", "127.0.0.1", "--port", flower.free_port(), "--keys", folder],
