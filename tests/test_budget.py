@@ -176,7 +176,21 @@ def test_a_plan_that_never_keeps_to_the_budget_says_so(clockwork):
     found = gf.plan(
         chained(), images(), target=TARGET, time="24ms", methods=[gf.GalerkinFilter(grid=4)]
     )
-    assert any("does not keep to the budget" in note for note in found.notes)
+    assert found.over == {"time": pytest.approx(1.0 - 0.024)}
+    told = "the plan is 976 ms of time over the budget of 24 ms (4066.7%), after 1 attempt"
+    assert found.table().endswith(told) and found.to_dict()["over"] == found.over
+
+
+def test_by_how_much_a_plan_is_over_each_budget(monkeypatch):
+    held = outcome.Outcome.held
+    more = lambda self, model: replace(held(self, model), kept=1024**2)  # noqa: E731
+    monkeypatch.setattr(outcome.Outcome, "held", more)
+    found = gf.plan(chained(), images(), target=TARGET, memory="40KB")
+    assert found.over == {"memory": found.final.measured.total - 40 * 1024}
+    assert "KB of memory over the budget of 40 KB" in found.table()
+    monkeypatch.undo()
+    found = gf.plan(chained(), images(), target=TARGET, memory="40KB")
+    assert not found.over and "over the budget" not in found.table()
 
 
 def test_without_a_time_budget_nothing_is_timed(monkeypatch):
@@ -195,6 +209,42 @@ def refused(match, model=None, x=None, kind=ValueError, **kwargs):
     with pytest.raises(kind, match=match) as error:
         gf.plan(model or chained(), images() if x is None else x, **kwargs)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("memory", ["3KB", "20KB"])
+def test_a_plan_of_the_output_layer_alone_names_the_budget_that_trains_more(memory):
+    model, kwargs = chained(), {"target": TARGET}
+    found = gf.plan(model, images(), memory=memory, **kwargs)
+    (told,) = [note for note in found.notes if "only the output layer '8' is trained" in note]
+    least = amounts.bytes_of(told.split("the next one needs a memory budget of ")[1])
+    more, same = (gf.plan(model, images(), memory=m, **kwargs) for m in (least, 0.99 * least))
+    assert [sum(r.trained for r in p.reasons) for p in (more, same)] == [2, 1]
+    assert not any("output layer" in note for note in more.notes)
+
+
+def test_which_of_two_budgets_has_to_grow_for_another_layer(clockwork):
+    kwargs = {"target": TARGET, "methods": [gf.GalerkinFilter(grid=4)]}
+
+    def told(**budget):
+        return gf.plan(chained(), images(), **budget, **kwargs).notes[-1]
+
+    assert "needs a memory budget of" in (lean := told(memory="3KB", time="1s"))
+    assert "time" not in lean and "needs a time budget of" in (
+        fast := told(memory="1MB", time="12ms")
+    )
+    assert "memory" not in fast
+    both = told(memory="3KB", time="12ms")
+    memory, time = both.split("the next one needs a memory budget of ")[1].split(
+        " and a time budget of "
+    )
+    assert len(gf.plan(chained(), images(), memory=memory, time=time, **kwargs).frozen) < 5
+
+
+def test_layers_that_no_budget_would_train():
+    methods = [gf.GalerkinFilter(grid=4)]
+    found = gf.plan(chained(), images(), target=TARGET, memory="4MB", methods=methods, fidelity=1.0)
+    assert len(found.frozen) == 5
+    assert found.notes[-1].endswith("no other layer would gain anything, whatever the budget")
 
 
 def test_an_impossible_budget_names_the_smallest_possible_one():

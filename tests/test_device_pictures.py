@@ -1,5 +1,6 @@
 """gradfilter-device: picture files of every kind, folders of every layout."""
 
+import csv
 import json
 import shutil
 
@@ -7,10 +8,12 @@ import numpy as np
 import on_device
 import pytest
 import tiny
+import torch
 from on_device import exported, module, refused, run
 from PIL import Image
 
 from gradfilter.recipes.datasets import compact, decode
+from gradfilter.recipes.segmentation import Segmentation
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +139,15 @@ def test_masks_are_trained_on(scenes, tmp_path):
     out = tmp_path / "run"
     done = run("train", scenes, "--model", model, "--run", out, "--threads", 1)
     assert done.returncode == 0, done.stderr
-    accuracy = float((out / "log.csv").read_text().split()[-1].rpartition(",")[2])
-    assert accuracy > 0.85, done.stdout
+    with open(out / "log.csv") as file:
+        rows = [{k: float(v) for k, v in row.items()} for row in csv.DictReader(file)]
+    assert [*rows[-1]] == ["epoch", "step", "loss", "miou", "pixel_accuracy"]
+    assert rows[-1]["pixel_accuracy"] > 0.85, done.stdout
+    best = max(row["miou"] for row in rows)
+    assert 0.7 < best < max(row["pixel_accuracy"] for row in rows)
+    assert f"done: miou {best:.1%} at epoch" in done.stdout
+    status = run("status", "--model", model, "--run", out).stdout
+    assert f"miou {rows[-1]['miou']:.1%}, pixel_accuracy" in status
     picture = sorted((scenes / "test").iterdir())[0]
     masks = tmp_path / "masks"
     found = run("predict", picture, "--model", model, "--run", out, "--masks", masks)
@@ -150,6 +160,37 @@ def test_masks_are_trained_on(scenes, tmp_path):
     (tmp_path / "file").write_bytes(b"")
     nowhere = run("predict", picture, "--model", model, "--run", out, "--masks", tmp_path / "file")
     assert refused(nowhere, "cannot write")
+
+
+def test_masks_are_judged_as_by_gradfilter_train():
+    """Class 3 is neither there nor found, class 4 found but not there; some pixels are ignored."""
+    random, metrics = np.random.RandomState(0), module("metrics")
+    judge = Segmentation(("a", "b", "c", "d", "e"), ignore=255)
+    tally, counted = judge.tally(), 0
+    for _ in range(3):
+        truth, scores = random.randint(3, size=(2, 6, 7)), random.rand(2, 5, 6, 7)
+        scores[:, 3] = -1.0
+        ignored = random.rand(*truth.shape) < 0.2
+        target = torch.from_numpy(np.where(ignored, 255, truth))
+        judge.add(tally, torch.from_numpy(scores), target)
+        known = np.where(ignored, module("photos").NOTHING, truth)
+        counted = counted + metrics.counts(known, scores.argmax(1), 5)
+    expected, found = judge.metrics(tally), metrics.metrics(counted, masks=True)
+    assert [*found] == ["miou", "pixel_accuracy"]
+    assert found == pytest.approx({name: expected[name] for name in found})
+    assert metrics.metrics(counted, masks=False) == {"accuracy": found["pixel_accuracy"]}
+
+
+def test_a_run_of_masks_begun_before_miou_was_measured(scenes, tmp_path):
+    model = exported(tmp_path / "exported", scenes, masks=True, epochs=1)
+    line = ["train", scenes, "--model", model, "--run", tmp_path / "run", "--threads", 1]
+    assert run(*line).returncode == 0
+    checkpoint = module("checkpoint")
+    values, about = checkpoint.load(tmp_path / "run" / checkpoint.LAST)
+    about["rows"] = [{"epoch": 1.0, "step": 2, "loss": 0.5, "accuracy": 0.8}]
+    checkpoint.save(tmp_path / "run" / checkpoint.LAST, values, about)
+    assert refused(run(*line), "did not measure miou; give another --run")
+    assert "accuracy 80.0%" in run("status", *line[2:]).stdout
 
 
 def test_folders_of_masks_are_those_of_gradfilter_train(scenes, tmp_path):

@@ -206,6 +206,15 @@ def test_batch_statistics_travel_when_they_are_trained(photos, tmp_path):
     assert found["1.num_batches_tracked"] == 0
 
 
+def test_batch_statistics_of_one_picture(photos, tmp_path):
+    """9 pictures a client: a last batch of one is left out; batches of one are refused at once."""
+    run(asked(photos, tmp_path / "run", rounds=1, norm="batch", batch=4, epochs=1))
+    assert {r["steps"] for r in rows(tmp_path / "run")} == {"2"}
+    with pytest.raises(ValueError, match="one picture is too few"):
+        run(asked(photos, tmp_path / "single", norm="batch", batch=1))
+    assert not (tmp_path / "single" / "clients.csv").exists()
+
+
 def test_masks(scenes, tmp_path):
     run(asked(scenes, tmp_path / "run", rounds=1, simulate=2))
     assert [r["status"] for r in rows(tmp_path / "run")] == ["used", "used"]

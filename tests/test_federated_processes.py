@@ -55,13 +55,16 @@ class Programs:
     def __init__(self, folder: Path):
         self.folder, self.running = folder, {}
 
-    def start(self, name: str, *arguments, before: Path | None = None) -> subprocess.Popen:
+    def start(
+        self, name: str, *arguments, before: Path | None = None, **options
+    ) -> subprocess.Popen:
         """`before` is a folder whose modules are found first."""
         line = [sys.executable, "-m", "gradfilter", *map(str, arguments)]
         paths = os.pathsep.join(str(p) for p in (before, SOURCE) if p)
         env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         with open(self.folder / f"{name}.log", "ab") as log:
-            process = subprocess.Popen(line, cwd=self.folder, env=env, stdout=log, stderr=log)
+            options |= {"cwd": self.folder, "env": env, "stdout": log, "stderr": log}
+            process = subprocess.Popen(line, **options)
         self.running[name] = process
         return process
 
@@ -98,6 +101,12 @@ class Programs:
                 if words[1] == parent and program.encode() in line:
                     return int(stat.parent.name)
         raise AssertionError(f"{name} has no {program}")
+
+    def has(self, name: str, program: str) -> bool:
+        try:
+            return bool(self.child(name, program))
+        except AssertionError:
+            return False
 
     def stop(self) -> None:
         for process in self.running.values():
@@ -198,3 +207,30 @@ def test_deployment(programs, pictures, tmp_path):
     lost = [s for (i, client), s in status.items() if i == "1" and client != "a"]
     assert len(lost) == 1 and lost[0].startswith(("failed", "no answer"))
     assert [r["round"] for r in rows(out, "rounds.csv")] == ["0", "1", "2", "3"]
+
+
+def runs(out: Path) -> list[str]:
+    """The states of all runs of the server that a run was handed to."""
+    link = flower.Link("", None, out / "flower")
+    return [run["status"] for run in link.flwr("list", flower.CONNECTION)["runs"]]
+
+
+@pytest.mark.parametrize("moment", ["handing over", "waiting"])
+def test_ctrl_c_leaves_no_run_on_the_server(programs, pictures, tmp_path, moment):
+    """As a terminal sends it: to all processes of its group."""
+    out, port = tmp_path / "run", flower.free_port()
+    programs.start("server", "federate-server", "--insecure", "--host", "127.0.0.1", "--port", port)
+    programs.wait_for("server", "serving on")
+    line = ["--server", f"127.0.0.1:{port}", "--data", pictures, *QUICK, "--out", out]
+    run = programs.start("run", "federate", *line, start_new_session=True)
+    if moment == "waiting":
+        programs.wait_for("run", "waiting for 2 clients")
+    else:
+        deadline = time.monotonic() + PATIENCE
+        while not programs.has("run", "bin/flwr\0run"):
+            assert time.monotonic() < deadline and run.poll() is None, programs.said("run")
+            time.sleep(0.05)
+    os.killpg(run.pid, signal.SIGINT)
+    assert programs.wait("run") == 130
+    assert "on the server too; go on with: gradfilter federate --resume" in programs.said("run")
+    assert runs(out) == ["finished:stopped"]

@@ -1,5 +1,7 @@
 """gradfilter plan, as a user meets it."""
 
+from dataclasses import replace
+
 import pytest
 from commands import gradfilter, mistake
 
@@ -30,6 +32,22 @@ def test_the_command_plans_and_train_takes_the_plan(tiny_networks, photos, tmp_p
     assert gradfilter(*command.split(), "--out", tmp_path / "run") == 0
     used = Plan.load(tmp_path / "run" / "plan.yaml")
     assert used.converted == plan.converted and used.frozen == plan.frozen
+
+
+def test_a_plan_over_the_budget_is_written_and_ends_with_1(
+    tiny_networks, photos, tmp_path, monkeypatch, capsys
+):
+    from gradfilter.planning import outcome
+
+    held = outcome.Outcome.held
+    more = lambda self, model: replace(held(self, model), kept=40 * 1024)  # noqa: E731
+    monkeypatch.setattr(outcome.Outcome, "held", more)
+    saved = tmp_path / "plan.yaml"
+    line = f"mobilenet_v2 --memory 30KB --data {photos} --size 16 --device cpu --save {saved}"
+    assert run(line) == 1
+    out = capsys.readouterr()
+    assert Plan.load(saved) and str(saved) in out.out
+    assert out.err.count("\n") == 1 and "KB of memory over the budget of 30 KB" in out.err
 
 
 def test_the_command_without_data_says_what_it_weighs(capsys):

@@ -57,6 +57,19 @@ def test_killed_at_any_moment_a_run_resumes_to_the_same_bits(photos, tmp_path, m
         assert not list(out.glob("*.new"))
 
 
+def test_a_run_that_leaves_pictures_out_resumes_to_the_same_bits(photos, tmp_path):
+    options = {"norm": "batch", "batch": 13, "save_every": 0.0}  # 27 pictures: two steps an epoch
+    tiny.go(photos, tmp_path / "whole", **options)
+
+    def die(rank):
+        tiny.arm("step", 4)
+        tiny.go(photos, tmp_path / "killed", **options)
+
+    assert tiny.forked(die) == [-signal.SIGKILL]
+    assert [r["step"] for r in tiny.go_on(tmp_path / "killed").rows] == [0, 2, 4, 6]
+    assert tiny.same(*(tiny.weights(tmp_path / name) for name in ("whole", "killed")))
+
+
 @pytest.mark.slow
 def test_killed_from_outside_at_random_moments(photos, tmp_path):
     line = ["--model", "tiny", "--batch", 2, "--epochs", 12, "--save-every", 0, "--no-tensorboard"]

@@ -84,6 +84,39 @@ def test_the_order_of_an_epoch():
     assert list(Shuffled(10, 4, 1, range(6), alone)) != whole
 
 
+def test_a_last_batch_of_one_picture_may_be_left_out():
+    pairs = list(Shuffled(9, 4, 0, range(4), World(CPU), fewest=2))
+    assert [len(b) for b in pairs] == [4, 4, 4, 4]
+    assert [{epoch for epoch, _ in b} for b in pairs] == [{0}, {0}, {1}, {1}]
+    assert len(list(Shuffled(10, 4, 0, range(3), World(CPU), fewest=2))[2]) == 2
+
+
+@pytest.mark.parametrize("norm, steps", [("batch", 2), ("frozen", 3)])
+def test_batch_statistics_are_never_those_of_one_picture(
+    photos, tmp_path, monkeypatch, capsys, norm, steps
+):
+    """27 pictures, 13 a step: one is left, of which torch would refuse maps of one pixel."""
+    seen = set()
+    step = Trainer.step
+    monkeypatch.setattr(
+        Trainer, "step", lambda self, b, *rest: (seen.add(len(b[1])), step(self, b, *rest))
+    )
+    chosen = tiny.settings(photos, tmp_path / "run", norm=norm, batch=13, epochs=2)
+    result = train(chosen)
+    assert [row["step"] for row in result.rows] == [0, steps, 2 * steps]
+    assert seen == ({13} if norm == "batch" else {13, 1})
+    told = " ".join(capsys.readouterr().out.split())
+    assert ("every epoch leaves one picture out" in told) == (norm == "batch")
+
+
+def test_batch_statistics_need_two_pictures(photos, tmp_path):
+    with pytest.raises(ValueError, match="one picture is too few: 2 or more"):
+        tiny.go(photos, tmp_path / "run", norm="batch", batch=1)
+    assert not (tmp_path / "run" / "config.yaml").exists()
+    front = {"norm": "batch", "batch": 1, "last": 1}  # its batch norm is in the frozen front
+    assert len(tiny.go(photos, tmp_path / "front", steps=2, **front).rows) == 2
+
+
 def test_a_picture_changes_by_seed_epoch_and_number_alone():
     drawn = lambda image, target: (torch.rand(3), target)  # noqa: E731
     dataset = Changed([(None, 0)] * 4, drawn, seed=5)
@@ -202,5 +235,33 @@ def test_a_run_that_gained_nothing_says_so(after, gained):
         {"epoch": i, "step": i, "test_top1": top1, "test_loss": 1.0}
         for i, top1 in enumerate((0.5, after))
     ]
-    told = report.summary(report.Result(Path("run"), "top1", rows, rows[1], 1.0, None, None))
+    told = report.summary(report.Result(Path("run"), "top1", rows, rows[1], 1.0, None, gf.Plan()))
     assert ("nothing gained" in told) == (not gained)
+
+
+@pytest.mark.parametrize(
+    "frozen, greets, advises",
+    [
+        ([], "4 of 4 layers trained, all exactly", "smaller --lr, or fewer layers with --last"),
+        (["?"], "1 of 4 layers trained", "of 4 layers only 10 was trained; train more, with"),
+        (["*"], "0 of 4 layers trained, only norms", "no layer was trained; train more, with"),
+    ],
+)
+def test_a_plan_that_freezes_almost_everything(
+    photos, tmp_path, monkeypatch, capsys, frozen, greets, advises
+):
+    plan = {"*": {"method": "exact"}} | dict.fromkeys(frozen, "frozen")
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    monkeypatch.setattr(report.Result, "after", 0.0)
+    train(tiny.settings(photos, tmp_path / "run", plan=str(tmp_path / "plan.json"), steps=1))
+    told = " ".join(capsys.readouterr().out.split())
+    assert greets in told and f"nothing gained: {advises}" in told.replace("try a ", "")
+
+
+def test_a_plan_that_freezes_everything_is_refused(photos, tmp_path):
+    model = tiny.build("tiny", 3).model
+    names = [name for name, _ in model.named_modules()]
+    plan = gf.convert(model, {"*": "frozen"})
+    gf.Plan(plan.entries, names).save(tmp_path / "plan.json")
+    with pytest.raises(ValueError, match="the plan freezes everything"):
+        tiny.go(photos, tmp_path / "run", plan=str(tmp_path / "plan.json"))

@@ -56,18 +56,25 @@ def federate_keys(args: argparse.Namespace) -> None:
     from gradfilter.federated import keys
 
     with user_errors(ValueError, OSError):
-        made = keys.make(args.out, args.address, args.devices)
+        made = keys.make(args.out, args.address, args.devices, args.days)
+        told = keys.told(args.out)
     for path in made:
         print(path)
     if not made:
         print("everything was there already")
+    print(f"certificates {told}")
 
 
 def federate_keys_arguments(parser: argparse.ArgumentParser) -> None:
+    from gradfilter.cli import whole
+
+    parser.set_defaults(days=None)
     add = parser.add_argument
     add("devices", nargs="*", metavar="NAME", help="a device that may take part")
     add("--address", nargs="+", default=[], metavar="HOST",
         help="names or IP addresses at which devices reach the server")  # fmt: skip
+    add("--days", type=whole, default=argparse.SUPPRESS, metavar="N",
+        help="how long new certificates last (default: 365)")  # fmt: skip
     add("--out", type=Path, default=Path("keys"), metavar="DIR", help="where they go")
 
 

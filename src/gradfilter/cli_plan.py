@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+OVER = 1  # exit code of a plan that is over the budget
 EXAMPLES = """
 Memory is what training holds beyond the weights and beyond what inference needs: what is kept from
 the forward to the backward pass, gradients, and the momentum of SGD. Time is that of one step.
@@ -19,6 +21,9 @@ the forward to the backward pass, gradients, and the momentum of SGD. Time is th
   gradfilter plan mobilenet_v2 --memory 24MB --data photos/ --save plan.yaml
   gradfilter train --model mobilenet_v2 --data photos/ --plan plan.yaml
   gradfilter plan resnet18 --time 300ms --batch 4 --methods exact galerkin:grid=7
+
+Exit code 1: the best plan that was found is still over the budget when measured. It is written all
+the same, and the last line says by how much it is over.
 """
 
 
@@ -59,6 +64,9 @@ def plan(args: argparse.Namespace) -> None:
     print(found.table())
     with user_errors(OSError, ValueError):
         write(found, args.save, args.out)
+    if found.over:
+        print(f"gradfilter plan: {found.over_told()}", file=sys.stderr)
+        raise SystemExit(OVER)
 
 
 def plan_arguments(parser: argparse.ArgumentParser) -> None:

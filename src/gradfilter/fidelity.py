@@ -231,10 +231,11 @@ def fidelity(model: nn.Module, batch, target: Target) -> Fidelity:
     compared pixel by pixel: constant on its patches, it misses all that varies inside them.
 
     Everything runs on copies with dropout off and batch norms in the modes they are in: gradients,
-    modes, buffers and random numbers of the model are left alone. The exact input gradients of all
-    layers are held at once.
+    modes, buffers and random numbers of the model and gradients of the batch are left alone. The
+    exact input gradients of all layers are held at once.
     """
     device = trial.check("fidelity", model, batch, target)
+    batch, target = trial.apart(batch, target)
     with trial.same_chance(device):
         exact = _steady(trial.exact_copy(model))
         with torch.no_grad():

@@ -238,10 +238,11 @@ def _kb(size: int) -> str:
 def profile(model: nn.Module, example, target: Target = None, *, repeats: int = 5) -> Profile:
     """Measure a training step of the plan on `model`, exact training of the same layers, inference.
 
-    Everything runs on copies, in the modes that the modules are in, in turns; the model is left as
-    it was. A step is a forward pass with the loss, a backward pass and an update by plain SGD (of
-    rate 0, so that all steps are alike). `target` gives the loss: classes or masks for the
-    cross-entropy, or a function of the output; without it the loss is the output's mean square.
+    Everything runs on copies, in the modes that the modules are in, in turns; model and example are
+    left as they were. A step is a forward pass with the loss, a backward pass and an update by
+    plain SGD (of rate 0, so that all steps are alike). `target` gives the loss: classes or masks
+    for the cross-entropy, or a function of the output; without it the loss is the output's mean
+    square.
 
     Inference is the plain model in evaluation mode, its batch norms not folded. Peak memory is what
     the process (CPU) or the allocator (CUDA) holds at most, over the weights. Kept bytes are what
@@ -250,6 +251,7 @@ def profile(model: nn.Module, example, target: Target = None, *, repeats: int = 
     if repeats < 1:
         raise ValueError(f"profile: repeats must be a whole number >= 1, got {repeats!r}")
     device = trial.check("profile", model, example, target)
+    example, target = trial.apart(example, target)
     with trial.same_chance(device):
         models = {PLAN: trial.planned_copy(model), EXACT: trial.exact_copy(model)}
         models[INFERENCE] = trial.exact_copy(model).eval()

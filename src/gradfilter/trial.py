@@ -116,6 +116,30 @@ def tensors(tree) -> list[Tensor]:
     return [t for part in tree for t in tensors(part)] if isinstance(tree, list | tuple) else []
 
 
+def mapped(tree, change: Callable[[Tensor], Tensor]):
+    """An example with every tensor changed."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, Mapping):
+        return {key: mapped(part, change) for key, part in tree.items()}
+    if isinstance(tree, list | tuple):
+        parts = [mapped(part, change) for part in tree]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    return tree
+
+
+def apart(example, target: Target) -> tuple[object, Target]:
+    """Copies of the user's tensors, so that theirs get no gradient and no other values.
+
+    What asks for a gradient goes on doing so. A loss that is a module is copied too, for it may
+    have parameters; what another function holds is out of our sight.
+    """
+    own = mapped(example, lambda x: x.detach().clone().requires_grad_(x.requires_grad))
+    if isinstance(target, nn.Module):
+        return own, copy.deepcopy(target)
+    return own, target.detach() if isinstance(target, Tensor) else target
+
+
 def check(who: str, model: nn.Module, example, target: Target) -> torch.device:
     """Refuse what cannot be measured, in one line; gives the device of the model."""
     if not isinstance(model, nn.Module):

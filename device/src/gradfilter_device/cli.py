@@ -28,9 +28,9 @@ def train(args: argparse.Namespace) -> None:
     if args.memory_limit:
         run.limit(args.memory_limit * memory.MIB)
     run.go(args.save_every)
-    best = max(run.rows, key=lambda row: row["accuracy"])
+    best, name = run.best, run.headline
     told = f", {len(run.skipped)} broken pictures skipped" if run.skipped else ""
-    print(f"done: accuracy {best['accuracy']:.1%} at epoch {best['epoch']:g}{told}; {run.folder}")
+    print(f"done: {name} {best[name]:.1%} at epoch {best['epoch']:g}{told}; {run.folder}")
 
 
 def predict(args: argparse.Namespace) -> None:
@@ -109,7 +109,7 @@ def trained(model: Exported, args: argparse.Namespace) -> dict:
 
 def status(args: argparse.Namespace) -> None:
     """say how far the training is, and what was exported"""
-    from gradfilter_device import checkpoint
+    from gradfilter_device import checkpoint, metrics
 
     model = Exported(args.model)
     m = model.manifest
@@ -130,7 +130,7 @@ def status(args: argparse.Namespace) -> None:
         f"{total} epochs asked for"
     )
     for row in about["rows"][-3:]:
-        print(f"  epoch {row['epoch']:g}: loss {row['loss']:.3f}, accuracy {row['accuracy']:.1%}")
+        print(f"  {metrics.told(row)}")
     for path in about["skipped"]:
         print(f"  skipped, broken: {path}")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gradfilter_device import checkpoint, memory
+from gradfilter_device import checkpoint, memory, metrics
 from gradfilter_device.exported import PREDICT, Exported, Unusable, Values
 from gradfilter_device.feeding import Batch, Feeder, open_examples
 from gradfilter_device.interrupts import interrupts
@@ -82,6 +82,16 @@ class Run:
     @property
     def per_epoch(self) -> int:
         return -(-len(self.train) // self.options.batch)
+
+    @property
+    def headline(self) -> str:
+        """The metric that counts."""
+        return "miou" if self.model.masks else "accuracy"
+
+    @property
+    def best(self) -> dict:
+        """The best row, of equals the last: the one whose parameters are kept."""
+        return max(reversed(self.rows), key=lambda row: row[self.headline])
 
     @property
     def total(self) -> int:
@@ -166,13 +176,12 @@ class Run:
             if found is None:
                 raise Unusable(UNREADABLE)
             # broken ones are made up for
-            images, targets = (
-                np.resize(a, (count, *a.shape[1:])) for a in (found.images, found.targets)
-            )
-            del found
+            parts = (found.images, found.targets)
+            whole = Batch(*(np.resize(a, (count, *a.shape[1:])) for a in parts))
+            del found, parts
             for _ in range(TRIALS):
-                self.stepper.step(images, targets, 0.0)
-                tester.scores(images)
+                self.stepper.step(whole.images, whole.targets, 0.0)
+                tester.counts(whole)
 
         return step
 
@@ -182,19 +191,16 @@ class Run:
             raise Unusable(UNREADABLE)
         self._check_numbers()
         tester = Tester(self.model, self.stepper.values, self.threads)
-        accuracy = tester.accuracy(self.test, self.options.batch, self.skipped)
-        self.rows.append({
+        row = {
             "epoch": self.step / self.per_epoch,
             "step": self.step,
             "loss": self.sums[0] / max(1, self.sums[1]),
-            "accuracy": accuracy,
-        })  # fmt: skip
+            **tester.metrics(self.test, self.options.batch, self.skipped),
+        }
+        self.rows.append(row)
         self.sums = [0.0, 0]
-        row = self.rows[-1]
-        print(
-            f"epoch {row['epoch']:g}: loss {row['loss']:.3f}, accuracy {accuracy:.1%}", flush=True
-        )
-        if accuracy >= max(r["accuracy"] for r in self.rows):
+        print(metrics.told(row), flush=True)
+        if self.best is row:
             own = {name: self.stepper.values[name] for name in self.model.parameters}
             checkpoint.save(self.folder / checkpoint.BEST, own, self._about())
         self._log()
@@ -240,6 +246,11 @@ class Run:
         if about["pictures"] != self.pictures:
             raise Unusable(
                 f"the run in {self.folder} began with other pictures; give another --run"
+            )
+        if any(self.headline not in row for row in about["rows"]):
+            raise Unusable(
+                f"the run in {self.folder} was begun by a version that did not measure "
+                f"{self.headline}; give another --run"
             )
         self.options, self.asked = (Options(**about[key]) for key in ("options", "asked"))
         self.step, self.rows = about["step"], about["rows"]
@@ -292,19 +303,19 @@ class Tester:
             parts.append(found[: len(part)])
         return np.concatenate(parts)
 
-    def accuracy(self, examples: list[Example], batch: int, skipped: list[str]) -> float:
-        """Share of the pictures, or of the pixels of masks, that are right."""
-        right = count = 0
+    def counts(self, batch: Batch) -> np.ndarray:
+        """What is right of a batch, by class; see `metrics.counts`."""
+        found = self.scores(batch.images).argmax(1)
+        return metrics.counts(batch.targets, found, self.model.manifest["outputs"])
+
+    def metrics(self, examples: list[Example], batch: int, skipped: list[str]) -> dict[str, float]:
+        """Over all pictures, or all pixels of their masks, that count."""
         feeder = Feeder(self.model, examples, 0, False)
         feeder.skipped = skipped
-        for part in _batches(feeder, batch):
-            found = self.scores(part.images).argmax(1)
-            known = part.targets >= 0
-            right += int(((found == part.targets) & known).sum())
-            count += int(known.sum())
-        if not count:
+        counted = sum(map(self.counts, _batches(feeder, batch)))
+        if not np.any(counted):
             raise Unusable("none of the pictures to test on can be read")
-        return right / count
+        return metrics.metrics(counted, self.model.masks)
 
 
 def _batches(feeder: Feeder, batch: int) -> Iterator[Batch]:

@@ -21,7 +21,7 @@ from gradfilter.federated.exchange import Exchange
 from gradfilter.federated.settings import Both
 from gradfilter.recipes import parts
 from gradfilter.recipes.datasets import Data, Pictures, open_data
-from gradfilter.recipes.loading import default_workers, mixed, per_epoch
+from gradfilter.recipes.loading import default_workers, mixed
 from gradfilter.recipes.parallel import World, choose, deterministic
 from gradfilter.recipes.settings import Settings
 from gradfilter.recipes.trainer import Trainer
@@ -78,7 +78,7 @@ class Local:
         """Train; what it took."""
         trainer, times = self.trainer, []
         settings = trainer.settings
-        count = settings.steps or settings.epochs * per_epoch(len(self.pictures), trainer.batch)
+        count = settings.steps or settings.epochs * trainer.epoch_steps(len(self.pictures))
         numbers = range((self.round - 1) * count, self.round * count)
 
         def steps() -> None:

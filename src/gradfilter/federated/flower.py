@@ -71,9 +71,10 @@ class Link:
 
     def call(self, *arguments: str) -> subprocess.CompletedProcess:
         line = [program("flwr"), *arguments]
-        try:
+        options = {"capture_output": True, "text": True, "timeout": ANSWER}
+        try:  # in a session of its own: Ctrl-C is for us, who may want to hear the answer first
             return subprocess.run(
-                line, env=environment(self.home), capture_output=True, text=True, timeout=ANSWER
+                line, env=environment(self.home), start_new_session=True, **options
             )
         except subprocess.TimeoutExpired:
             raise FlowerError(f"flwr {arguments[0]}: no answer in {ANSWER} s") from None
@@ -143,7 +144,10 @@ def parent_and_begin(pid: int) -> tuple[int, str]:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM is as Ctrl-C for a while, so that processes we began are ended too."""
+    """SIGTERM and SIGHUP are as Ctrl-C for a while: what we began is ended too.
+
+    A hangup that is ignored, as under nohup, stays so.
+    """
 
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -151,11 +155,14 @@ def terminable() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, interrupt)
+    numbers = [signal.SIGTERM, signal.SIGHUP]
+    heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in heard}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -6,6 +6,7 @@
     keys/NAME.pub                    its public key, which the server registers
 
 A device needs its own folder and nothing else; `ca.key` and `server.key` stay on the server.
+Certificates end on a day, keys do not: see `make`.
 """
 
 from __future__ import annotations
@@ -23,18 +24,28 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 CURVE = ec.SECP384R1()  # one of those that Flower takes
-DAYS = 365
+DAYS = 365  # that certificates last, unless asked for otherwise
+MOST_DAYS = 36500
+SOON = timedelta(days=30)  # before their end: time to renew them
 ALWAYS = ("localhost", "127.0.0.1", "::1")  # the server itself reaches it by these
+
+RENEW = "to renew: delete ca.* and server.* of the server's keys, then federate-keys again"
 
 Key = ec.EllipticCurvePrivateKey
 
 
-def make(folder: Path, addresses: Iterable[str], devices: Iterable[str]) -> list[Path]:
+def make(
+    folder: Path, addresses: Iterable[str], devices: Iterable[str], days: int | None = None
+) -> list[Path]:
     """Make what is not there yet; the paths of what was made.
 
     Called again with more devices it makes keys for those; another address needs another folder.
+    Where `ca.*` and `server.*` were deleted it makes new ones, which last so many days, and every
+    device's folder gets the new `ca.pem`; the devices' keys stay.
     """
     addresses, devices = list(addresses), list(devices)
+    if days is not None and not 1 <= days <= MOST_DAYS:
+        raise ValueError(f"certificates last 1 to {MOST_DAYS} days, not {days}")
     for name in devices:
         if name != Path(name).name or name.startswith(".") or name in ("", "ca", "server"):
             raise ValueError(f"{name!r} cannot be the name of a device")
@@ -42,7 +53,10 @@ def make(folder: Path, addresses: Iterable[str], devices: Iterable[str]) -> list
     folder.mkdir(parents=True, exist_ok=True)
     made = []
     if not (folder / "ca.pem").exists():
-        made += make_server(folder, addresses)
+        made += make_server(folder, addresses, days or DAYS)
+        made += [hand_out(folder, path.stem) for path in sorted(folder.glob("*.pub"))]
+    elif days is not None:
+        raise ValueError(f"the certificates in {folder} are there already, and {told(folder)}")
     elif missing := [a for a, n in zip(addresses, names, strict=True) if n not in known(folder)]:
         raise ValueError(
             f"the certificate in {folder} is not for {', '.join(missing)}: another --out for others"
@@ -53,23 +67,49 @@ def make(folder: Path, addresses: Iterable[str], devices: Iterable[str]) -> list
     return made
 
 
+def ends(path: Path) -> datetime:
+    """When a certificate ends."""
+    return _read(path).not_valid_after_utc
+
+
+def told(folder: Path) -> str:
+    """When the certificates of a server end, and that it is time to renew them where it is."""
+    end = ends(folder / "server.pem")
+    soon = datetime.now(timezone.utc) > end - SOON
+    return f"end on {end:%Y-%m-%d}" + (f"; {RENEW}" if soon else "")
+
+
+def check(path: Path) -> None:
+    """Refuse a certificate that has ended: nobody would trust it."""
+    end = ends(path)
+    if datetime.now(timezone.utc) > end:
+        raise ValueError(f"the certificate {path} ended on {end:%Y-%m-%d}; {RENEW}")
+
+
 def known(folder: Path) -> list[x509.GeneralName]:
     """The addresses that the server's certificate is for."""
-    found = x509.load_pem_x509_certificate((folder / "server.pem").read_bytes())
+    found = _read(folder / "server.pem")
     return list(found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
 
 
-def make_server(folder: Path, addresses: list[str]) -> list[Path]:
+def _read(path: Path) -> x509.Certificate:
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes())
+    except ValueError:
+        raise ValueError(f"{path} is no certificate") from None
+
+
+def make_server(folder: Path, addresses: list[str], days: int) -> list[Path]:
     """An authority of our own, and a certificate of it for a server at these addresses."""
     if not addresses:
         raise ValueError("at which address do devices reach the server? --address")
     authority, own = ec.generate_private_key(CURVE), ec.generate_private_key(CURVE)
     name = _name("gradfilter federation")
-    root = _certificate(name, name, authority, authority, authority=True)
+    root = _certificate(name, name, authority, authority, days, authority=True)
     names = x509.SubjectAlternativeName(
         [_general_name(a) for a in dict.fromkeys([*addresses, *ALWAYS])]
     )
-    leaf = _certificate(_name(addresses[0]), name, own, authority, names=names)
+    leaf = _certificate(_name(addresses[0]), name, own, authority, days, names=names)
     return [
         _secret(folder / "ca.key", authority),
         _public(folder / "ca.pem", root.public_bytes(serialization.Encoding.PEM)),
@@ -89,9 +129,15 @@ def make_device(folder: Path, name: str) -> list[Path]:
     secret = serialization.PrivateFormat.OpenSSH
     return [
         _secret(place / f"{name}.key", key, secret),
-        _public(place / "ca.pem", (folder / "ca.pem").read_bytes()),
+        hand_out(folder, name),
         _public(folder / f"{name}.pub", public + b"\n"),
     ]
+
+
+def hand_out(folder: Path, name: str) -> Path:
+    """What a device is to trust, in its folder, which may have been moved to the device."""
+    (folder / name).mkdir(exist_ok=True)
+    return _public(folder / name / "ca.pem", (folder / "ca.pem").read_bytes())
 
 
 def _certificate(
@@ -99,6 +145,7 @@ def _certificate(
     issuer: x509.Name,
     key: Key,
     signer: Key,
+    days: int,
     *,
     authority: bool = False,
     names: x509.SubjectAlternativeName | None = None,
@@ -111,7 +158,7 @@ def _certificate(
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - timedelta(hours=1))  # clocks of small devices are not exact
-        .not_valid_after(now + timedelta(days=DAYS))
+        .not_valid_after(now + timedelta(days=days))
         .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from gradfilter.federated.folder import LOG, PROGRESS, RESULT, alone
 from gradfilter.federated.settings import Both
 from gradfilter.recipes import checkpoint, recording
 from gradfilter.recipes.datasets import names, open_data
+from gradfilter.recipes.interrupts import interrupts
 from gradfilter.recipes.screen import Screen
 
 APP, HOME = "app", "flower"  # folders in the run's: the app as written, Flower's own files
@@ -67,10 +69,10 @@ def federate(both: Both, *, resume: bool = False, quiet: bool = False) -> Path:
             in_process(both, screen)
         else:
             with flower.terminable(), runtime(both) as link:
-                watch = Watch(out, federation.rounds, screen)  # before the run says anything
-                follow(watch, link, submit(both, link))
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"stopped; {how_to_go_on(out)}") from None
+                hand_over(both, link, screen)
+    except KeyboardInterrupt as stop:
+        told = str(stop) or "stopped"
+        raise KeyboardInterrupt(f"{told}; {how_to_go_on(out)}") from None
     except FlowerError as error:
         raise NotFinished(f"{error}; {how_to_go_on(out)}") from error
     except (ValueError, OSError) as error:
@@ -138,12 +140,60 @@ def runtime(both: Both) -> Iterator[Link]:
         with flower.superlink(link, "--simulation", log=home / "superlink.log"):
             yield link
         return
-    certificate = Path(federation.keys) / "ca.pem" if federation.keys else None
-    if certificate and not certificate.is_file():
-        raise ValueError(f"{federation.keys} has no ca.pem: gradfilter federate-keys makes it")
-    link = Link(federation.server, certificate, home)
+    link = Link(federation.server, trusted(federation.keys), home)
     link.write()
     yield link
+
+
+def hand_over(both: Both, link: Link, screen: Screen) -> None:
+    """Have a server run the app, and follow it to its end; Ctrl-C stops the run there too.
+
+    While the app is handed over, Ctrl-C has to wait for the number that a run is stopped by.
+    """
+    settings, federation = both
+    watch = Watch(Path(settings.out), federation.rounds, screen)  # before the run says anything
+    run = None
+    try:
+        with interrupts() as asked:
+            run = submit(both, link)
+        if asked:
+            raise KeyboardInterrupt
+        follow(watch, link, run)
+    except KeyboardInterrupt:
+        told = stop(link, run)
+        # a server of our own ends with us
+        raise KeyboardInterrupt("stopped" if federation.simulate else told) from None
+
+
+def stop(link: Link, run: str | None) -> str:
+    """Have the server stop a run; what came of that."""
+    by_hand = f"FLWR_HOME={shlex.quote(str(link.home))} {flower.program('flwr')}"
+    if run is None:
+        seen = f"{by_hand} list {flower.CONNECTION}"
+        return f"stopped, but the server may have taken the run just before: {seen}"
+    try:
+        with interrupts():
+            link.flwr("stop", run, flower.CONNECTION)
+    except (FlowerError, KeyboardInterrupt) as error:
+        if "already finished" in str(error):
+            return f"stopped; run {run} on the server had ended already"
+        why = str(error) or "interrupted"
+        again = f"{by_hand} stop {run} {flower.CONNECTION}"
+        return f"stopped, but run {run} may go on on the server ({why}); stop it with: {again}"
+    return f"stopped, and run {run} on the server too"
+
+
+def trusted(keys: Path | None) -> Path | None:
+    """The certificate of the authority whose server is trusted; None is without TLS."""
+    if keys is None:
+        return None
+    from gradfilter.federated.keys import check  # only now: simulations need no certificates
+
+    certificate = Path(keys) / "ca.pem"
+    if not certificate.is_file():
+        raise ValueError(f"{keys} has no ca.pem: gradfilter federate-keys makes it")
+    check(certificate)
+    return certificate
 
 
 def submit(both: Both, link: Link) -> str:
@@ -176,20 +226,15 @@ def write_app(both: Both) -> Path:
 def follow(watch: Watch, link: Link, run: str) -> None:
     """Show what a run says until it ends; raises where it did not finish."""
     out, asked = watch.out, time.monotonic()
-    try:
-        with watch.screen.bar("rounds", watch.rounds) as advance:
-            while not (out / RESULT).exists():
-                watch.look(advance)
-                time.sleep(LOOK)
-                if time.monotonic() - asked > ASK:
-                    if ended(link, run):
-                        break
-                    asked = time.monotonic()
+    with watch.screen.bar("rounds", watch.rounds) as advance:
+        while not (out / RESULT).exists():
             watch.look(advance)
-    except KeyboardInterrupt:
-        with suppress(FlowerError):
-            link.flwr("stop", run, flower.CONNECTION)
-        raise
+            time.sleep(LOOK)
+            if time.monotonic() - asked > ASK:
+                if ended(link, run):
+                    break
+                asked = time.monotonic()
+        watch.look(advance)
     check(out, link, run)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gradfilter.federated import flower
+from gradfilter.federated import keys as certificates
 from gradfilter.federated.flower import FlowerError, Link
 from gradfilter.recipes.checkpoint import write
 
@@ -38,6 +39,8 @@ def serve(
         here = Link(f"{flower.reached(host)}:{port}", certificate, link.home)
         here.write()
         say(f"serving on {host}:{port}; log: {state / 'superlink.log'}")
+        if keys:
+            say(f"certificates {certificates.told(keys)}")
         devices = Devices(here, keys, state, say) if keys else None
         while process.poll() is None:
             if devices:
@@ -56,6 +59,7 @@ def secured(keys: Path) -> list[str]:
     for name in files.values():
         if not (keys / name).is_file():
             raise ValueError(f"{keys} has no {name}: gradfilter federate-keys makes it")
+    certificates.check(keys / "server.pem")
     pairs = [word for option, name in files.items() for word in (option, str(keys / name))]
     return [*pairs, "--enable-supernode-auth"]
 
@@ -127,6 +131,7 @@ def join(
         secret = sorted(keys.glob("*.key"))
         if len(secret) != 1 or not (keys / "ca.pem").is_file():
             raise ValueError(f"{keys} is no folder of a device: it should hold one .key and ca.pem")
+        certificates.check(keys / "ca.pem")
         line += ["--root-certificates", str(keys / "ca.pem")]
         line += ["--auth-supernode-private-key", str(secret[0])]
     else:

@@ -270,7 +270,9 @@ class Server:
 
     def _trainer(self) -> Trainer:
         s, data = self.settings, self.data
-        return Trainer(s, data.task, data.classes, ignore=data.ignore, level=data.augment)
+        trainer = Trainer(s, data.task, data.classes, ignore=data.ignore, level=data.augment)
+        trainer.check_batch(trainer.batch)  # here rather than by every client
+        return trainer
 
     def _finish(self) -> None:
         """Draw, and leave the sign that all went well."""

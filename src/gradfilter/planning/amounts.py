@@ -49,3 +49,6 @@ def told_seconds(taken: float) -> str:
 
 def _up(value: float) -> str:
     return f"{math.ceil(100 * value) / 100:.2f}".rstrip("0").rstrip(".")
+
+
+TOLD = {"memory": told_bytes, "time": told_seconds}

@@ -15,7 +15,7 @@ from gradfilter.planning.choice import Attempt, Choice
 from gradfilter.planning.knapsack import Solution
 from gradfilter.planning.outcome import Outcome
 from gradfilter.planning.prices import prices
-from gradfilter.planning.search import Limits, Search
+from gradfilter.planning.search import Limits, Search, trained_links
 from gradfilter.planning.worth import own_labels, worth
 from gradfilter.trial import Target
 
@@ -71,10 +71,10 @@ def plan(
     output. `batch` is the number of pictures in a step, where it is not that of the example.
 
     The plan is then measured; where it breaks the budget, the predictions are corrected by what
-    was measured and the best plan is sought again, a few times at most. An impossible budget is
-    refused with the smallest one. What was measured is what `convert(model, plan, example=x)` has:
-    without an example no engine runs the layers on the grid, and a step holds more, often several
-    times as much.
+    was measured and the best plan is sought again, a few times at most. Should the last be over the
+    budget too, its `over` says by how much. An impossible budget is refused with the smallest one.
+    What was measured is what `convert(model, plan, example=x)` has: without an example no engine
+    runs the layers on the grid, and a step holds more, often several times as much.
     """
     limits = _limits(memory, time, fidelity)
     options = {"target": target, "batch": batch, "methods": methods, "copies": copies}
@@ -103,6 +103,8 @@ class Survey:
     ):
         candidates = _checked(batch, methods, copies)
         self.device = trial.check("plan", model, example, target)
+        example, target = trial.apart(example, target)
+        example = trial.mapped(example, Tensor.detach)  # pictures are not trained
         self.copies, self.tell = copies, tell or (lambda stage: None)
         with trial.same_chance(self.device):
             own = trial.exact_copy(model).eval()  # or batch norms would move their statistics
@@ -140,13 +142,13 @@ class Survey:
         search = Search(self.chain, self.worths, self.costs, limits, fidelity, self.copies)
         outcome, notes = Outcome(search, self.batch, self.step, self.device), list(self.notes)
         with trial.same_chance(self.device):
-            solution, attempts = _settle(search, outcome, self.tell, notes)
+            solution, attempts = _settle(search, outcome, self.tell)
+            if trained_links(solution) == {search.last} and search.last:
+                notes.append(search.alone(attempts[-1].factors))
             return outcome.choice(solution, attempts, notes)
 
 
-def _settle(
-    search: Search, outcome: Outcome, tell: Tell, notes: list[str]
-) -> tuple[Solution, list[Attempt]]:
+def _settle(search: Search, outcome: Outcome, tell: Tell) -> tuple[Solution, list[Attempt]]:
     """Solve and measure; after a plan that breaks the budget, again with corrected predictions."""
     factors, attempts, solution = dict.fromkeys(search.limits, 1.0), [], None
     for _ in range(ATTEMPTS):
@@ -158,12 +160,11 @@ def _settle(
         solution = found
         tell("measuring the plan")
         attempts.append(outcome.attempt(solution, factors))
-        if attempts[-1].keeps(search.limits):
+        if not attempts[-1].over(search.limits):
             return solution, attempts
         factors = {k: max(1.0, f * attempts[-1].missed(k)) for k, f in factors.items()}
     if solution is None:
         raise ValueError(search.refusal())
-    notes.append(f"the plan does not keep to the budget after {len(attempts)} attempts")
     return solution, attempts
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -157,17 +156,6 @@ class Chain:
         return Link(name, plan[name].kind, methods, modules, trainable, reads, tuple(parameters))
 
 
-def mapped(tree, change: Callable[[Tensor], Tensor]):
-    """An example with every tensor changed."""
-    if isinstance(tree, Tensor):
-        return change(tree)
-    if isinstance(tree, Mapping):
-        return {key: mapped(part, change) for key, part in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(mapped(part, change) for part in tree)
-    return tree
-
-
 def sized(example, batch: int):
     """An example or target with so many pictures: its own again and again."""
     first = example if isinstance(example, Tensor) else next(iter(trial.tensors(example)), ())
@@ -178,4 +166,4 @@ def sized(example, batch: int):
             return x
         return x[torch.arange(batch, device=x.device) % count]
 
-    return mapped(example, change)
+    return trial.mapped(example, change)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gradfilter import tables
 from gradfilter.plan import FROZEN, Plan
+from gradfilter.planning.amounts import TOLD
 from gradfilter.region.grid import takes
 
 MIB = 2**20
@@ -59,10 +60,10 @@ class Attempt:
     measured: Held
     measured_seconds: float | None
 
-    def keeps(self, limits: dict[str, float]) -> bool:
-        """Whether the plan keeps to the budget."""
+    def over(self, limits: dict[str, float]) -> dict[str, float]:
+        """By how much the plan is over each budget that it breaks."""
         taken = {"memory": self.measured.total, "time": self.measured_seconds}
-        return all(taken[name] <= limit for name, limit in limits.items())
+        return {k: taken[k] - limit for k, limit in limits.items() if taken[k] > limit}
 
     def missed(self, name: str) -> float:
         """What was measured over what was predicted; memory predictions carry no factor."""
@@ -77,8 +78,10 @@ class Choice(Plan):
 
     `value` is the expected share of the learning of exact training of all layers, `measured_value`
     the share this plan has on the batch. `attempts` has every solution that was measured, the last
-    is this plan; `frontier` the best value (share) for less of the first budget. `peaks` are bytes
-    over the weights at the highest point of a step and of inference, working maps included.
+    is this plan. `over` is by how much that is over its budget, bytes of "memory" and seconds of
+    "time"; empty where it keeps to it. `frontier` has the best value (share) for less of the first
+    budget. `peaks` are bytes over the weights at the highest point of a step and of inference,
+    working maps included.
     """
 
     memory: float | None = None
@@ -96,9 +99,29 @@ class Choice(Plan):
     def final(self) -> Attempt:
         return self.attempts[-1]
 
+    @property
+    def limits(self) -> dict[str, float]:
+        """The budgets that were given."""
+        both = {"memory": self.memory, "time": self.time}
+        return {name: limit for name, limit in both.items() if limit is not None}
+
+    @property
+    def over(self) -> dict[str, float]:
+        return self.final.over(self.limits)
+
+    def over_told(self) -> str:
+        """One line that says by how much the plan is over its budget."""
+        parts = [
+            f"{TOLD[name](more)} of {name} over the budget of {TOLD[name](self.limits[name])} "
+            f"({more / self.limits[name]:.1%})"
+            for name, more in self.over.items()
+        ]
+        count = len(self.attempts)
+        return f"the plan is {' and '.join(parts)}, after {count} attempt{'s' * (count > 1)}"
+
     def to_dict(self) -> dict:
-        names = ("memory", "time", "value", "measured_value", "reasons", "attempts", "frontier",
-                 "peaks", "pictures", "notes")  # fmt: skip
+        names = ("memory", "time", "over", "value", "measured_value", "reasons", "attempts",
+                 "frontier", "peaks", "pictures", "notes")  # fmt: skip
         layers = {name: str(entry) for name, entry in self.items()}
         return {"layers": layers} | {name: tables.plain(getattr(self, name)) for name in names}
 
@@ -156,7 +179,7 @@ class Choice(Plan):
             told.append(f"peak over the weights, working maps included: {of}")
         if any(takes(entry.method) for entry in self.values()):
             told.append(EXAMPLE)
-        return told + self.notes
+        return told + self.notes + ([self.over_told()] if self.over else [])
 
     def plot(self, path: str | Path) -> None:
         """Memory of every layer by what is done with it, and what other budgets would give."""

@@ -16,7 +16,7 @@ from gradfilter.plan import Plan
 from gradfilter.planning.choice import Attempt, Choice, Held, Reason
 from gradfilter.planning.knapsack import Solution
 from gradfilter.planning.prices import clock
-from gradfilter.planning.search import Key, Limits, Search
+from gradfilter.planning.search import Key, Limits, Search, trained_links
 from gradfilter.planning.worth import Likeness, gradients, likenesses
 from gradfilter.region.grid import takes
 from gradfilter.trial import Target
@@ -127,8 +127,8 @@ class Outcome:
         """The plan with the reasons for it."""
         model, made = self.planned(solution), self.plan(solution)
         peaks = self.peaks(model)
-        trained = {i for i, _, trains in _keys(solution) if trains}
-        found = gradients(self.chain, model, *self.batch, chosen=trained)
+        chosen = trained_links(solution)
+        found = gradients(self.chain, model, *self.batch, chosen=chosen)
         real = likenesses(found, self.worths.exact)
         total = sum(self.worths.energy) or 1.0
         limits, base = self.search.limits, self.search.base
@@ -139,7 +139,7 @@ class Outcome:
             memory=limits.get("memory"),
             time=limits.get("time"),
             value=solution.value / total,
-            measured_value=sum(self.worths.value(i, real[i]) for i in trained) / total,
+            measured_value=sum(self.worths.value(i, real[i]) for i in chosen) / total,
             reasons=self._reasons(solution, real, total),
             attempts=attempts,
             frontier=[(first + cost, value / total) for cost, value in solution.frontier],

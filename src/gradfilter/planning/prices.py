@@ -13,9 +13,9 @@ from gradfilter.convert import FrozenNorm
 from gradfilter.cost import cost
 from gradfilter.methods import Method
 from gradfilter.order import call, evaluating
-from gradfilter.planning.chain import Chain, mapped
+from gradfilter.planning.chain import Chain
 from gradfilter.region.grid import takes
-from gradfilter.trial import Target
+from gradfilter.trial import Target, mapped
 
 REPEATS = 3  # timed steps of each configuration, in turns; the best counts
 BRACKETS = 3  # parts of the chain whose time is measured; within one it is shared out
@@ -80,7 +80,8 @@ def _kept(chain: Chain, model: nn.Module, example) -> Bytes:
 
 
 def _differentiable(x: Tensor) -> Tensor:
-    return x.detach().clone().requires_grad_(True) if x.is_floating_point() else x
+    """A copy that asks for a gradient, and that a model may write into, as into no leaf."""
+    return x.detach().requires_grad_(True).clone() if x.is_floating_point() else x
 
 
 def _by_link(chain: Chain, model: nn.Module, example) -> tuple[list[int], list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from gradfilter.methods import Exact, Method
-from gradfilter.planning.amounts import told_bytes, told_seconds
+from gradfilter.planning.amounts import TOLD
 from gradfilter.planning.chain import Chain
 from gradfilter.planning.knapsack import Move, Option, Solution, solve
 from gradfilter.planning.prices import Prices
@@ -13,7 +13,6 @@ from gradfilter.planning.worth import Likeness, Worth
 
 Key = tuple[int, Method, bool]  # link, method, whether it is trained
 Limits = dict[str, float]  # "memory" in bytes, "time" in seconds: those that are given
-TOLD = {"memory": told_bytes, "time": told_seconds}
 
 
 class State(NamedTuple):
@@ -169,6 +168,55 @@ class Search:
             for k, name in enumerate(self.limits)
         }
 
+    def alone(self, factors: Limits) -> str:
+        """What to say of a plan that trains the output layer alone: what would train another.
+
+        `factors` are those by which plans miss their predictions.
+        """
+        head = f"only the output layer {self.chain.links[-1].name!r} is trained"
+        found = [self._enough([name]) for name in self.limits]
+        found += [] if any(found) else [self._enough(list(self.limits))]
+        told = [
+            " and ".join(f"a {n} budget of {TOLD[n](v * factors[n])}" for n, v in enough.items())
+            for enough in found
+            if enough
+        ]
+        if not told:
+            return f"{head}: no other layer would gain anything, whatever the budget"
+        return f"{head}, no other layer fits: the next one needs {', or '.join(told)}"
+
+    def _enough(self, names: list[str]) -> Limits:
+        """The least of these budgets, the others as they are, that trains another layer too.
+
+        Both grow in proportion, where there are two; empty where no amount is enough.
+        """
+        low, high = 0.0, 2.0
+        while not self._trains_more(self._scaled(names, high)):
+            if all(self._scaled(names, high)[name] > self._most[name] for name in names):
+                return {}
+            low, high = high, 2 * high
+        while high > 1.001 * low:
+            middle = (low + high) / 2
+            enough = self._trains_more(self._scaled(names, middle))
+            low, high = (low, middle) if enough else (middle, high)
+        return {name: self._scaled(names, high)[name] for name in names}
+
+    def _scaled(self, names: list[str], by: float) -> Limits:
+        return {k: v * by if k in names else v for k, v in self.limits.items()}
+
+    @property
+    def _most(self) -> Limits:
+        """More than any plan takes."""
+        return {
+            name: self.base[name]
+            + sum(max(m.cost[k] for o in options for m in o.moves if m) for options in self.layers)
+            for k, name in enumerate(self.limits)
+        }
+
+    def _trains_more(self, limits: Limits) -> bool:
+        solution = self.solve(limits)
+        return solution is not None and trained_links(solution) > {self.last}
+
     def refusal(self) -> str:
         """One line that says which budget is impossible, and the smallest possible one."""
         parts = [
@@ -196,6 +244,11 @@ class Search:
             " with ".join(TOLD[n](self.base[n] + v) for n, v in zip(self.limits, c, strict=True))
             for c in least
         )
+
+
+def trained_links(solution: Solution) -> set[int]:
+    """The links that a solution trains."""
+    return {i for i, _, trains in (option.key for option in solution.options) if trains}
 
 
 def passes_exactly(method: Method) -> bool:

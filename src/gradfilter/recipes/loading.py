@@ -73,9 +73,10 @@ class Changed(Dataset):
         return (torch.stack(images),), torch.stack(targets)
 
 
-def per_epoch(pictures: int, batch: int) -> int:
-    """Steps in an epoch; the last batch may be short."""
-    return -(-pictures // batch)
+def per_epoch(pictures: int, batch: int, fewest: int = 1) -> int:
+    """Steps in an epoch; the last batch may be short, and with less than `fewest` is none."""
+    whole, rest = divmod(pictures, batch)
+    return whole + (rest >= fewest)
 
 
 def order(pictures: int, seed: int, epoch: int) -> Tensor:
@@ -84,19 +85,22 @@ def order(pictures: int, seed: int, epoch: int) -> Tensor:
 
 
 class Shuffled:
-    """For each step, the keys of this process's share of the batch."""
+    """For each step, the keys of this process's share of the batch; `fewest` as in `per_epoch`."""
 
-    def __init__(self, pictures: int, batch: int, seed: int, steps: range, world: World):
+    def __init__(
+        self, pictures: int, batch: int, seed: int, steps: range, world: World, fewest: int = 1
+    ):
         self.pictures, self.batch, self.seed = pictures, batch, seed
-        self.steps, self.world = steps, world
+        self.steps, self.world, self.fewest = steps, world, fewest
 
     def __len__(self) -> int:
         return len(self.steps)
 
     def __iter__(self) -> Iterator[list[Key]]:
         now, places = -1, None
+        length = per_epoch(self.pictures, self.batch, self.fewest)
         for step in self.steps:
-            epoch, within = divmod(step, per_epoch(self.pictures, self.batch))
+            epoch, within = divmod(step, length)
             if epoch != now:
                 now, places = epoch, order(self.pictures, self.seed, epoch)
             batch = places[within * self.batch : (within + 1) * self.batch]

@@ -13,7 +13,10 @@ from gradfilter.recipes.recording import Row
 from gradfilter.recipes.settings import Settings
 from gradfilter.recipes.trainer import Trainer
 
-ADVICE = "try a smaller --lr, or fewer layers with --last"
+LEFT_OUT = (
+    "every epoch leaves one picture out, each time another: alone in the last batch it would be "
+    "too few for the statistics of batch norms"
+)
 
 
 @dataclass(frozen=True)
@@ -52,13 +55,16 @@ def greeting(settings: Settings, data: Data, trainer: Trainer) -> str:
     s, plan = settings, trainer.plan
     kinds = sorted({repr(m) for m in plan.converted.values()})
     how = f"{len(plan.converted)} by {', '.join(kinds)}" if kinds else "all exactly"
+    how = how if trained_layers(plan) else "only norms and what else has parameters"
     part = f" (part {s.part} of {s.parts}, {s.split})" if s.split else ""
+    alone = len(data.train) > trainer.batch * trainer.epoch_steps(len(data.train))
     return (
         f"{data.name}{part}: {len(data.train):,} pictures to train on, {len(data.test):,} to "
         f"test, {len(data.classes)} classes\n"
         f"{s.model}, weights: {trainer.network.weights}; {trainer.size} px, "
         f"{trainer.batch} a step, on {trainer.device}\n"
-        f"{len(plan) - len(plan.frozen)} of {len(plan)} layers trained, {how}"
+        f"{len(trained_layers(plan))} of {len(plan)} layers trained, {how}"
+        + (f"\n{LEFT_OUT}" if alone else "")
     )
 
 
@@ -74,6 +80,19 @@ def told(row: Row, epochs: float) -> str:
     return f"{when}: {loss}test {', '.join(tests)}"
 
 
+def trained_layers(plan: gf.Plan) -> list[str]:
+    return [name for name, entry in plan.items() if entry.trained]
+
+
+def advice(plan: gf.Plan) -> str:
+    """What to try after a run that gained nothing."""
+    names = trained_layers(plan)
+    if len(names) > 1:
+        return "try a smaller --lr, or fewer layers with --last"
+    told = f"of {len(plan)} layers only {names[0]} was" if names else "no layer was"
+    return f"{told} trained; train more, with a larger --last or a plan for a larger budget"
+
+
 def summary(result: Result) -> str:
     """What the run gained, at what cost, and where it is."""
     steps = int(result.rows[-1]["step"])
@@ -81,7 +100,7 @@ def summary(result: Result) -> str:
         f"{result.headline} {result.before:.1%} -> {result.after:.1%} "
         f"(epoch {result.best['epoch']:.4g}); {steps} steps in {result.seconds:.1f} s, "
         f"{1e3 * result.seconds / max(1, steps):.0f} ms each",
-        *([] if result.after > result.before else [f"nothing gained: {ADVICE}"]),
+        *([] if result.after > result.before else [f"nothing gained: {advice(result.plan)}"]),
         *([str(result.gain)] if result.gain else []),
         f"run: {result.out}",
     ]

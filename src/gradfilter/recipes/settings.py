@@ -144,7 +144,8 @@ class Settings:
     last: int | None = option(None, whole, "train only the last so many layers")
     plan: str | None = option(None, text, "file that gives each layer its method, or frozen")
     norm: str = option(
-        "frozen", text, "batch-norm statistics: kept, or taken from each batch",
+        "frozen", text, "batch-norm statistics: kept, or taken from each batch, of 2 pictures or "
+        "more",
         choices=("frozen", "batch"),
     )  # fmt: skip
     engine: str = option(

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, Dataset
 
 import gradfilter as gf
@@ -29,6 +30,7 @@ from gradfilter.recipes.loading import (
     loaded,
     loader,
     mixed,
+    per_epoch,
 )
 from gradfilter.recipes.parallel import World, choose
 from gradfilter.recipes.segmentation import Segmentation
@@ -92,6 +94,8 @@ class Trainer:
         }
         self.plan = self._convert()
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        if not self.parameters:
+            raise ValueError("the plan freezes everything: no parameter is left to train")
         self.optimizer = torch.optim.SGD(
             self.parameters,
             lr=settings.lr,
@@ -103,6 +107,7 @@ class Trainer:
         self.testing: dict[Pictures, DataLoader] = {}  # their worker processes stay for the next
         self.stored: Source | None = None  # where batches come from instead of pictures
         self._train_mode()
+        self.fewest = 2 if takes_statistics(self.model) else 1  # pictures of a batch
 
     def record(self, data: Data, step: int, settings: Settings) -> dict:
         """The network, and what is needed to use it, as checkpoints hold them."""
@@ -123,10 +128,28 @@ class Trainer:
         """Pictures a step, over all processes."""
         return self.settings.batch * self.world.size
 
+    def epoch_steps(self, pictures: int) -> int:
+        """Steps over so many pictures.
+
+        Where statistics are taken from each batch, a last batch of one picture is left out.
+        """
+        self.check_batch(min(pictures, self.batch))
+        return per_epoch(pictures, self.batch, self.fewest)
+
+    def check_batch(self, pictures: int) -> None:
+        """Refuse batches of so few pictures."""
+        if pictures < self.fewest:
+            raise ValueError(
+                "batch norms take their statistics from each batch, and one picture is too few: "
+                "2 or more pictures a batch, or norm: frozen"
+            )
+
     def steps(self, pictures: Pictures, numbers: range, total: int) -> Iterator[int]:
         """Take the steps of these numbers, of `total`; yields how many are taken, after each."""
         dataset = self._source(pictures, True)
-        order = Shuffled(len(pictures), self.batch, self.settings.seed, numbers, self.world)
+        self.check_batch(min(len(pictures), self.batch))
+        seed, fewest = self.settings.seed, self.fewest
+        order = Shuffled(len(pictures), self.batch, seed, numbers, self.world, fewest)
         batches = loaded(loader(dataset, order, self.world, self.settings.workers))
         self._train_mode()
         take = self._captured() if self.settings.capture else self.step
@@ -300,6 +323,12 @@ class Trainer:
         if not self.settings.amp:
             return nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16)
+
+
+def takes_statistics(model: nn.Module) -> bool:
+    """Whether a batch norm takes statistics from each batch, in the modes the modules are in."""
+    norms = (m for m in model.modules() if isinstance(m, _BatchNorm))
+    return any(m.training or m.running_mean is None for m in norms)
 
 
 def rate(step: int, total: int, settings: Settings, batch: int) -> float:

@@ -94,7 +94,7 @@ class Run:
         found = self._found() if resume else None
         self.data, self.places = world.in_turn(lambda: opened(settings))
         self.trainer = world.in_turn(lambda: self._trainer(found))
-        self.epoch_steps = per_epoch(len(self.data.train), self.trainer.batch)
+        self.epoch_steps = self.trainer.epoch_steps(len(self.data.train))
         self.total = settings.steps or settings.epochs * self.epoch_steps
         self.step, self.rows, self.seconds = 0, [], 0.0
         self.gain: Gain | None = None
