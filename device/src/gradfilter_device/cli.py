@@ -31,6 +31,7 @@ def train(args: argparse.Namespace) -> None:
     best, name = run.best, run.headline
     told = f", {len(run.skipped)} broken pictures skipped" if run.skipped else ""
     print(f"done: {name} {best[name]:.1%} at epoch {best['epoch']:g}{told}; {run.folder}")
+    print(memory.told())
 
 
 def predict(args: argparse.Namespace) -> None:

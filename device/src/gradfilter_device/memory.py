@@ -50,6 +50,14 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def told() -> str:
+    """The peak in words."""
+    try:
+        return f"{peak() / MIB:.0f} MB resident at most"
+    except Unusable as error:  # which is no reason to fail
+        return str(error)
+
+
 def resident() -> int:
     """Bytes that this process is resident with now; where nothing tells, the most it ever was."""
     found = _status("VmRSS")

@@ -29,14 +29,8 @@ def compare(model: Exported, threads: int = 0) -> str:
     told = f"losses {own}; PyTorch's {expected}"
     if not wrong <= TOLERANCE:
         raise Unusable(f"this machine computes something else: {told}")
-    return f"ok: {told}; {1e3 * min(seconds):.0f} ms a step of {len(images)} images, {_resident()}"
-
-
-def _resident() -> str:
-    try:
-        return f"{memory.peak() / memory.MIB:.0f} MB resident at most"
-    except Unusable as error:  # which is no reason to fail here
-        return str(error)
+    step = f"{1e3 * min(seconds):.0f} ms a step of {len(images)} images"
+    return f"ok: {told}; {step}, {memory.told()}"
 
 
 def pictures(manifest: dict, count: int) -> tuple[np.ndarray, np.ndarray]:
