@@ -48,13 +48,15 @@ def test_nothing_large_leaves_the_body(tmp_path):
     exact = written(tmp_path / "exact", "mobilenet_v2", gf.Exact())
     assert scan(exact) is None
     graph = onnx.load(written(tmp_path / "mixed", "mobilenet_v2", plan) / "train.onnx").graph
+    assert scan(tmp_path / "mixed") is not None
     sizes = {
         v.name: v.type.tensor_type.shape.dim
         for n in graph.node if n.op_type == "Scan"
         for v in next(a.g for a in n.attribute if a.name == "body").output
     }  # fmt: skip
+    largest = 96 * 56 * 56  # the first expansion
     for shape in sizes.values():
-        assert 4 * torch.tensor([d.dim_value for d in shape]).prod() < onebyone.LARGE
+        assert torch.tensor([d.dim_value for d in shape]).prod() <= onebyone.SMALLER * largest
 
 
 def test_a_frozen_front_has_its_constants_with_it(tmp_path):

@@ -67,6 +67,30 @@ def test_segmentation_networks_in_onnx_runtime(name, tmp_path):
     assert_close(folder.values | {"loss": np.array(loss, np.float32)}, expected, 2e-4)
 
 
+def test_the_loss_of_large_masks(tmp_path):
+    """Fifty thousand pixels, all alike as at the start, added up without losing digits."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(3, 5, 1)), torch.randn(2, 3, 160, 160)
+    nn.init.zeros_(model[0].weight)
+    nn.init.zeros_(model[0].bias)
+    gf.convert(model, gf.Exact(), example=x)
+    target = torch.randint(5, (2, 160, 160))
+    folder = exported.exported(model, x, target, tmp_path, exported.runtime)
+    expected = nn.functional.cross_entropy(model(x).double(), target).item()
+    assert folder.step(x, target) == pytest.approx(expected, rel=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["shufflenet_v2_x1_0", "mobilenet_v3_small"])
+def test_all_layers_of_networks_with_many_norms(name, tmp_path):
+    """Long lists of sizes stay in the graph: ONNX Runtime reads them before it loads anything."""
+    model, x, target = converted(name, gf.GalerkinFilter(grid=7))
+    optimizer = optimizer_of(model, torch.optim.SGD)
+    folder = exported.exported(model, x, target, tmp_path, exported.runtime, optimizer=optimizer)
+    loss = folder.step(x, target)
+    assert loss == pytest.approx(in_pytorch(model, x, target, optimizer)["loss"].item(), rel=1e-4)
+
+
 def test_fifty_steps_on_real_pictures(tmp_path):
     """Free-running in float32: the same loss, and the same accuracy on other digits."""
     (images, classes), (test, truth) = datasets.digits.digits(24)

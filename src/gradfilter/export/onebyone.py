@@ -14,7 +14,7 @@ import numpy as np
 
 from gradfilter.export.graph import BLOCKED, Graph, Node, Value
 
-LARGE = 2**18  # bytes of a map of one image
+LARGE, SMALLER = 2**18, 1 / 3  # bytes of a map of one image; what stays of the largest
 IMAGES, EACH = "images", "each."  # before the names inside the body
 ELEMENTWISE = {
     "Abs", "Add", "And", "Cast", "Clip", "Div", "Equal", "Erf", "Exp", "Greater", "GreaterOrEqual",
@@ -31,14 +31,24 @@ def one_by_one(graph: Graph) -> None:
     """Rewrite the graph, if its maps are large and it takes more than one image."""
     images = next(v for v in graph.inputs if v.name == IMAGES)
     front = [] if images.shape[0] == 1 else _front(graph, images.shape[0])
-    while front and any(_large(graph.values[name]) for name in _given(graph, front)):
-        front.pop()  # a layer with an exact gradient keeps its map for all images anyway
-    if not any(_large(graph.values[name]) for node in front for name in node.outputs):
+    while front and not _pays(graph, front):
+        front.pop()
+    if not front:
         return
     scan, inside = _scan(graph, images, front), {id(node) for node in front}
     last = graph.nodes.index(front[-1])
     before = [node for node in graph.nodes[:last] if id(node) not in inside]
     graph.nodes = [*before, scan, *graph.nodes[last + 1 :]]
+
+
+def _pays(graph: Graph, front: list[Node]) -> bool:
+    """Whether there are large maps in it, and all that the rest reads is much smaller.
+
+    A layer with an exact gradient keeps its map for all images anyway.
+    """
+    most = max(_size(graph.values[name]) for node in front for name in node.outputs)
+    given = (_size(graph.values[name]) for name in _given(graph, front))
+    return most >= LARGE and max(given, default=0) <= SMALLER * most
 
 
 def _given(graph: Graph, front: list[Node]) -> list[str]:
@@ -61,7 +71,8 @@ def _front(graph: Graph, count) -> list[Node]:
             break
         front.append(node)
         known.update(node.outputs)
-        if any(_large(graph.values[name]) for name in {*node.inputs, *node.outputs} & known):
+        maps = {*node.inputs, *node.outputs} & known
+        if any(_size(graph.values[name]) >= LARGE for name in maps):
             end = len(front)
     return front[:end]
 
@@ -83,15 +94,18 @@ def _per_image(graph: Graph, node: Node, known: set[str], count) -> bool:
         return own and all(len(v.shape) < rank for v in others)
     if node.domain == BLOCKED or node.kind in MAPS:
         return node.inputs[0] in known and known.isdisjoint(node.inputs[1:])
-    if node.kind == "Concat":
+    if node.kind in ("Concat", "GatherElements"):
         return node.attributes["axis"] % rank > 0 and len(of_images) == len(node.inputs)
+    if node.kind == "Transpose":
+        return node.attributes["perm"][0] == 0
     if node.kind in ("ReduceMean", "ReduceSum"):
         return 0 not in graph.constants.get(node.inputs[1], [0])
     return False
 
 
-def _large(value: Value) -> bool:
-    return math.prod(value.shape[1:]) * value.dtype.itemsize >= LARGE
+def _size(value: Value) -> int:
+    """Bytes for one image."""
+    return math.prod(value.shape[1:]) * value.dtype.itemsize
 
 
 def _scan(graph: Graph, images: Value, front: list[Node]) -> Node:

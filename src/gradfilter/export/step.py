@@ -85,8 +85,10 @@ def cross_entropy(scores: Tensor, target: Tensor) -> Tensor:
         scores = enlarged(scores, target.shape[-2:])
     classes = torch.arange(scores.shape[1]).reshape(-1, *(1,) * (target.ndim - 1))
     chosen = (target[:, None] == classes).to(scores.dtype)
-    total = -(F.log_softmax(scores, 1) * chosen).sum()
-    return total / chosen.sum().clamp(min=1)
+    terms = (F.log_softmax(scores, 1) * chosen).sum(1)
+    while terms.ndim:  # axis by axis: ONNX Runtime may add up one number after the other
+        terms = terms.sum(-1)
+    return -terms / chosen.sum().clamp(min=1)
 
 
 def enlarged(scores: Tensor, size) -> Tensor:

@@ -41,7 +41,8 @@ def save(graph: Graph, path: Path, store: Constants) -> None:
 
     found = model(graph, path.stem)
     for tensor in _constants_of(found.graph):
-        if len(tensor.raw_data) >= LARGE:
+        # shapes stay: a runtime reads them before it loads anything
+        if len(tensor.raw_data) >= LARGE and tensor.data_type != onnx.TensorProto.INT64:
             at = store.place(tensor.raw_data)
             place = {"location": store.path.name, "offset": at, "length": len(tensor.raw_data)}
             tensor.data_location = onnx.TensorProto.EXTERNAL
