@@ -1,7 +1,15 @@
 """Fixtures that several suites use."""
 
+import signal
+
 import pytest
 import torch
+
+
+def pytest_configure():
+    """A shell's background jobs ignore Ctrl-C, and hand that on: tests that press it would hang."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
