@@ -43,6 +43,9 @@ from pathlib import Path
 import test_device
 import tiny
 
+from gradfilter.export import onebyone
+
+onebyone.LARGE = 4096  # bytes: so that some of it goes image by image, as in a real network
 work = Path(sys.argv[1])
 photos = tiny.photographs(work / "photos", each=10)
 test_device.exported(work / "exported", photos)
