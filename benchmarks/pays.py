@@ -38,7 +38,8 @@ RESULTS = Path(__file__).parent / "results" / "pays"
 BUDGETS = ("32MB", "80MB", "200MB")
 BATCH = 32
 COPIES = 2  # of every trained parameter: its gradient and its momentum
-PLANNED = "planned"
+PLANNED, CLOSED = "planned", "planned without gaps"  # no layer frozen between trained ones
+PLANS = {PLANNED: True, CLOSED: False}
 SINGLE = {
     "exact": gf.Exact(),
     "gradient-filter": gf.GradientFilter(patch=2),
@@ -62,7 +63,7 @@ class Row:
 
     @property
     def plan(self) -> str:
-        return "-".join([self.data, self.model, self.budget, self.kind])
+        return "-".join([self.data, self.model, self.budget, self.kind.replace(" ", "-")])
 
     @property
     def name(self) -> str:
@@ -75,7 +76,7 @@ def rows(budgets: Sequence[str] = BUDGETS) -> list[Row]:
         for data in SETS
         for net in NETS
         for budget in budgets
-        for kind in (PLANNED, *SINGLE)
+        for kind in (*PLANS, *SINGLE)
         for seed in accuracy.SEEDS
     ]
 
@@ -90,8 +91,9 @@ def settings_of(row: Row, args: argparse.Namespace, **method) -> Settings:
 def make(row: Row, args: argparse.Namespace) -> None:
     """Write the plan of a row, with the memory that it takes."""
     model, x, t = example(row, args)
-    if row.kind == PLANNED:
-        plan = gf.plan(model, x, target=t, memory=row.budget, copies=COPIES)
+    if row.kind in PLANS:
+        gaps = PLANS[row.kind]
+        plan = gf.plan(model, x, target=t, memory=row.budget, copies=COPIES, gaps=gaps)
         held, layers = plan.final.measured.total, sum(e.trained for e in plan.values())
     else:
         budget = int(row.budget.removesuffix("MB")) * 2**20
@@ -164,7 +166,7 @@ def table(args: argparse.Namespace) -> str:
     results, lines = found(args), []
     columns = [(data, net) for data in SETS for net in NETS]
     for budget in args.budgets:
-        for kind in (PLANNED, *SINGLE):
+        for kind in (*PLANS, *SINGLE):
             cells = [_cell(results.get((*column, budget, kind))) for column in columns]
             lines.append([budget, kind, *cells, _against(results, columns, budget, kind)])
     header = ["memory", "top-1 %", *(f"{d}, {n}" for d, n in columns), "against planned"]
@@ -199,7 +201,7 @@ def plot(args: argparse.Namespace) -> None:
     figure = Figure(figsize=(4.2 * max(1, len(panels)), 3.8), layout="constrained")
     axes = figure.subplots(1, max(1, len(panels)), squeeze=False)[0]
     for panel, axis in zip(panels, axes, strict=False):
-        best = max(_curve(axis, results, panel, kind, args.budgets) for kind in (PLANNED, *SINGLE))
+        best = max(_curve(axis, results, panel, kind, args.budgets) for kind in (*PLANS, *SINGLE))
         axis.set(title=", ".join(panel), xlabel="memory of a step, MB", ylabel="top-1, %")
         axis.set_ylim(best - SHOWN, best + 2)
         axis.set_xscale("log")

@@ -45,13 +45,14 @@ def plan(
     batch: int | None = None,
     methods: Sequence[Method] | None = None,
     copies: int = 2,
+    gaps: bool = True,
     tell: Tell | None = None,
 ) -> Choice:
     """The plan that promises most learning within a budget; `convert` takes it, `save` writes it.
 
     Trained are the last layers in the order of execution, as many as pay, each by one of `methods`;
-    some between may be frozen, where their parameters cost more than they bring. The output layer
-    is always trained. Batch-norm statistics are fixed.
+    some between may be frozen, where their parameters cost more than they bring, unless `gaps` is
+    False. The output layer is always trained. Batch-norm statistics are fixed.
 
     **Memory** (bytes, or "64MB"; a MB is 2**20 bytes) is what training holds beyond the weights
     and beyond what inference needs: the bytes kept from forward to backward, and for every trained
@@ -79,7 +80,7 @@ def plan(
     limits = _limits(memory, time, fidelity)
     options = {"target": target, "batch": batch, "methods": methods, "copies": copies}
     survey = Survey(model, example, timed=time is not None, tell=tell, **options)
-    return survey.plan(limits.get("memory"), limits.get("time"), fidelity)
+    return survey.plan(limits.get("memory"), limits.get("time"), fidelity, gaps)
 
 
 class Survey:
@@ -134,12 +135,13 @@ class Survey:
         memory: Amount | None = None,
         time: Amount | None = None,
         fidelity: float | None = None,
+        gaps: bool = True,
     ) -> Choice:
         """The best plan within this budget."""
         limits = _limits(memory, time, fidelity)
         if "time" in limits and not self.costs.base:
             raise ValueError("plan: a survey that was not timed has no plan for a time budget")
-        search = Search(self.chain, self.worths, self.costs, limits, fidelity, self.copies)
+        search = Search(self.chain, self.worths, self.costs, limits, fidelity, self.copies, gaps)
         outcome, notes = Outcome(search, self.batch, self.step, self.device), list(self.notes)
         with trial.same_chance(self.device):
             solution, attempts = _settle(search, outcome, self.tell)

@@ -44,9 +44,10 @@ class Search:
         limits: Limits,
         fidelity: float | None,
         copies: int,
+        gaps: bool = True,
     ):
         self.chain, self.worths, self.costs, self.limits = chain, worths, costs, limits
-        self.fidelity, self.copies = fidelity or 0.0, copies
+        self.fidelity, self.copies, self.gaps = fidelity or 0.0, copies, gaps
         self.last = len(chain.links) - 1
         self.open = self._open()
         coarse = [m for m in worths.likeness if not passes_exactly(m)]
@@ -68,7 +69,7 @@ class Search:
     def _options(self, i: int) -> list[Option]:
         link = self.chain.links[i]
         keys = [(i, m, True) for m in link.methods if link.trainable]
-        if i != self.last:
+        if i != self.last and (self.gaps or not link.trainable):
             passing = [m for m in link.methods if self.ranks[m]]
             keys += [(i, m, False) for m in (*passing, Exact())]
         return [Option(key, tuple(self._move(key, state) for state in self.states)) for key in keys]
