@@ -35,8 +35,8 @@ if [ ! -e "$folder/site/onnxruntime" ]; then
 fi
 
 # A small network and a few pictures, made by PyTorch here.
-rm -rf "$folder/work"
-PYTHONPATH=$here/src:$here/tests "$python" - "$folder/work" <<'PYTHON'
+rm -rf "$folder/made"
+PYTHONPATH=$here/src:$here/tests "$python" - "$folder/made" <<'PYTHON'
 import sys
 from pathlib import Path
 
@@ -46,9 +46,9 @@ import tiny
 from gradfilter.export import onebyone
 
 onebyone.LARGE = 4096  # bytes: so that some of it goes image by image, as in a real network
-work = Path(sys.argv[1])
-photos = tiny.photographs(work / "photos", each=10)
-test_device.exported(work / "exported", photos)
+made = Path(sys.argv[1])
+photos = tiny.photographs(made / "photos", each=10)
+test_device.exported(made / "exported", photos)
 PYTHON
 
 device() {
@@ -58,7 +58,7 @@ device() {
 }
 
 device -c 'import platform, onnxruntime; print(platform.machine(), "ONNX Runtime", onnxruntime.__version__)'
-device -m gradfilter_device self-test --model "$folder/work/exported" --threads 1
-device -m gradfilter_device train "$folder/work/photos" --model "$folder/work/exported" --threads 1
-device -m gradfilter_device status --model "$folder/work/exported"
+device -m gradfilter_device self-test --model "$folder/made/exported" --threads 1
+device -m gradfilter_device train "$folder/made/photos" --model "$folder/made/exported" --threads 1
+device -m gradfilter_device status --model "$folder/made/exported"
 echo "passed; the userland is in $folder"

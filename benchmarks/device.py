@@ -27,7 +27,6 @@ EXACT, PLAN, PORTABLE = "ONNX Runtime exact", "ONNX Runtime plan", ", portable"
 VARIANTS = ("PyTorch exact", "PyTorch engine", EXACT, PLAN, EXACT + PORTABLE, PLAN + PORTABLE)
 MODELS = ("mobilenet_v2", "tf_efficientnet_lite0")
 LAYERS = {"last 4": 4, "all": None}
-SIZE = 224
 
 
 def main() -> None:
@@ -39,7 +38,7 @@ def main() -> None:
     path = args.out
     found = json.loads(path.read_text())["rows"] if path.exists() else {}
     for case in cases:
-        found[", ".join(map(str, case))] = measured(*case, args.repeats, args.steps)
+        found[", ".join(map(str, case))] = measured(*case, args.repeats, args.steps, args.size)
         import measure  # loads torch, which the measured processes must not
 
         about = measure.about("benchmarks/device.py", sys.argv[1:])
@@ -55,17 +54,18 @@ def arguments() -> argparse.Namespace:
     add("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
     add("--repeats", type=int, default=3, help="turns of every variant")
     add("--steps", type=int, default=6, help="steps of a turn; the first is not counted")
+    add("--size", type=int, default=224, help="image side in pixels")
     add("--out", type=Path, default=HERE / "results" / "device.json")
     add("--child", nargs="+", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def measured(model: str, batch: int, layers: str, repeats: int, steps: int) -> dict:
+def measured(model: str, batch: int, layers: str, repeats: int, steps: int, size: int) -> dict:
     """All variants of one case, in turns."""
     print(f"{model}, batch {batch}, {layers}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as place:
         folders = {v: f"{place}/{v}" for v in (EXACT, PLAN)}
-        common = (model, str(batch), layers)
+        common = (model, str(batch), str(size), layers)
         sizes = {v: child("export", *common, method_of(v), folders[v]) for v in folders}
         turns: dict[str, list[dict]] = {v: [] for v in VARIANTS}
         for _ in range(repeats):
@@ -73,7 +73,7 @@ def measured(model: str, batch: int, layers: str, repeats: int, steps: int) -> d
                 turns[v].append(child("torch", *common, method_of(v), str(steps)))
             for v in VARIANTS[2:]:
                 folder = folders[v.removesuffix(PORTABLE)]
-                turns[v].append(child("runtime", v, folder, str(batch), str(steps)))
+                turns[v].append(child("runtime", v, folder, str(batch), str(size), str(steps)))
     return {v: summary(turns[v]) | sizes.get(v, {}) for v in VARIANTS}
 
 
@@ -103,7 +103,7 @@ def child(*arguments: str) -> dict:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def converted(model: str, batch: str, layers: str, method: str):
+def converted(model: str, batch: str, size: str, layers: str, method: str):
     import torch
 
     import gradfilter as gf
@@ -111,7 +111,8 @@ def converted(model: str, batch: str, layers: str, method: str):
 
     torch.manual_seed(0)
     net = models.create(model).train()
-    x, t = torch.randn(int(batch), 3, SIZE, SIZE), torch.zeros(int(batch), dtype=torch.int64)
+    x = torch.randn(int(batch), 3, int(size), int(size))
+    t = torch.zeros(int(batch), dtype=torch.int64)
     what = gf.Exact() if method == "exact" else gf.GalerkinFilter(grid=7)
     # the same layers are trained by both: exact training counts Linear layers too
     plan = gf.convert(net, gf.GalerkinFilter(grid=7), example=x, last=LAYERS[layers])
@@ -125,22 +126,24 @@ def converted(model: str, batch: str, layers: str, method: str):
     return net, x, t, torch.optim.SGD(own, lr=1e-4, momentum=0.9)
 
 
-def export(model: str, batch: str, layers: str, method: str, folder: str) -> dict:
+def export(model: str, batch: str, size: str, layers: str, method: str, folder: str) -> dict:
     """Write a folder; its size."""
     import gradfilter as gf
 
-    net, x, t, optimizer = converted(model, batch, layers, method)
+    net, x, t, optimizer = converted(model, batch, size, layers, method)
     path = gf.export(net, x, t, folder, optimizer=optimizer, batch=int(batch))
     return {"files": {f.name: f.stat().st_size for f in path.iterdir()}}
 
 
-def torch_steps(model: str, batch: str, layers: str, method: str, steps: str) -> dict:
+def torch_steps(
+    model: str, batch: str, size: str, layers: str, method: str, steps: str
+) -> dict:
     import time
 
     import torch
 
     torch.set_num_threads(1)
-    net, x, t, optimizer = converted(model, batch, layers, method)
+    net, x, t, optimizer = converted(model, batch, size, layers, method)
     loaded, seconds = resident("VmRSS"), []
     for _ in range(int(steps)):
         begin = time.process_time()
@@ -151,7 +154,7 @@ def torch_steps(model: str, batch: str, layers: str, method: str, steps: str) ->
     return {"seconds": seconds[1:], "peak": resident("VmHWM"), "loaded": loaded}
 
 
-def runtime_steps(variant: str, folder: str, batch: str, steps: str) -> dict:
+def runtime_steps(variant: str, folder: str, batch: str, size: str, steps: str) -> dict:
     import time
 
     import numpy as np
@@ -163,7 +166,7 @@ def runtime_steps(variant: str, folder: str, batch: str, steps: str) -> dict:
     model = Exported(Path(folder))
     model.blocks &= not variant.endswith(PORTABLE)
     stepper = Stepper(model, 1, model.start())
-    images = np.random.RandomState(0).standard_normal((int(batch), 3, SIZE, SIZE))
+    images = np.random.RandomState(0).standard_normal((int(batch), 3, int(size), int(size)))
     images, targets = images.astype(np.float32), np.zeros(int(batch), np.int64)
     loaded, seconds = resident("VmRSS"), []
     for _ in range(int(steps)):

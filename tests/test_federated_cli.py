@@ -1,13 +1,8 @@
 """federate and its companions, as a user meets them."""
 
 import json
-import os
-import shutil
-import signal
-import ssl
 import sys
 from contextlib import nullcontext
-from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -20,7 +15,7 @@ pytest.importorskip("torchvision")
 import tiny  # noqa: E402
 from commands import gradfilter, mistake  # noqa: E402
 
-from gradfilter.federated import client, flower, keys, launch, settings  # noqa: E402
+from gradfilter.federated import client, flower, launch, settings  # noqa: E402
 from gradfilter.recipes.trainer import Trainer  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("tiny_networks", "fresh_clients")
@@ -203,95 +198,6 @@ def test_the_end_of_a_run_elsewhere_is_the_exit_code(photos, tmp_path, monkeypat
     assert "no such network" in mistake(capsys, "federate", *line, "--out", tmp_path / "2")
 
 
-class Server:
-    """A server that is told to stop runs; `answer` may raise."""
-
-    def __init__(self, home, answer=lambda: {}):
-        self.home, self.told, self.answer = home, [], answer
-
-    def flwr(self, *arguments):
-        self.told.append(arguments)
-        return self.answer()
-
-
-def press_ctrl_c(*_):
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-def refuse(why):
-    def answer():
-        raise flower.FlowerError(f"flwr stop: {why}")
-
-    return answer
-
-
-@pytest.mark.parametrize("moment", ["handing over", "following"])
-@pytest.mark.parametrize(
-    "answer, told",
-    [
-        (lambda: {}, "stopped, and run 7 on the server too; go on with"),
-        (refuse("no answer"), "run 7 may go on on the server (flwr stop: no answer); stop it with"),
-        (refuse("Run is already finished."), "run 7 on the server had ended already; go on with"),
-        (press_ctrl_c, "stopped, and run 7 on the server too"),  # it goes on to the end
-    ],
-)
-def test_ctrl_c_stops_the_run_on_the_server(
-    photos, tmp_path, monkeypatch, capsys, moment, answer, told
-):
-    server = Server(tmp_path / "home", answer)
-
-    def submit(both, link):
-        if moment == "handing over":
-            press_ctrl_c()
-        return "7"
-
-    monkeypatch.setattr(launch, "runtime", lambda both: nullcontext(server))
-    monkeypatch.setattr(launch, "submit", submit)
-    monkeypatch.setattr(launch.Watch, "look", press_ctrl_c)
-    line = ["--data", photos, "--server", "x:1", "--out", tmp_path / "run"]
-    assert gradfilter("federate", *line) == 130
-    assert server.told == [("stop", "7", flower.CONNECTION)]
-    err = capsys.readouterr().err
-    assert told in err and f"--resume {tmp_path / 'run'}" in err
-    by_hand = f"FLWR_HOME={server.home} {flower.program('flwr')} stop 7 {flower.CONNECTION}"
-    assert (by_hand in err) == ("stop it with" in told)
-
-
-def test_ctrl_c_twice_while_a_run_is_handed_over(photos, tmp_path, monkeypatch, capsys):
-    def submit(both, link):
-        raise KeyboardInterrupt
-
-    server = Server(tmp_path / "home")
-    monkeypatch.setattr(launch, "runtime", lambda both: nullcontext(server))
-    monkeypatch.setattr(launch, "submit", submit)
-    line = ["--data", photos, "--server", "x:1", "--out", tmp_path / "run"]
-    assert gradfilter("federate", *line) == 130 and not server.told
-    assert "the server may have taken the run just before: FLWR_HOME=" in capsys.readouterr().err
-
-
-def test_ctrl_c_does_not_reach_the_programs_of_flower(tmp_path, monkeypatch):
-    """A terminal sends it to all processes of its group."""
-    asked = tmp_path / "flwr"
-    asked.write_text(f"#!{sys.executable}\nimport os\nprint(os.getpgid(0))\n")
-    asked.chmod(0o700)
-    monkeypatch.setattr(flower, "program", lambda name: str(asked))
-    found = flower.Link("x:1", None, tmp_path).call("run")
-    assert int(found.stdout) != os.getpgid(0)
-
-
-def test_a_terminal_that_is_closed_is_as_ctrl_c():
-    before = signal.signal(signal.SIGHUP, lambda *_: None)
-    try:
-        with pytest.raises(KeyboardInterrupt), flower.terminable():
-            os.kill(os.getpid(), signal.SIGHUP)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
-        with flower.terminable():
-            os.kill(os.getpid(), signal.SIGHUP)
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
 def test_the_app_is_one_that_flower_takes(photos, tmp_path):
     from flwr.cli.config_utils import load_and_validate
     from flwr.supercore.object_ref import load_app
@@ -328,93 +234,3 @@ def test_the_environment_is_quiet_unless_the_user_wants_otherwise(tmp_path, monk
     found = flower.environment(tmp_path)
     assert found["FLWR_TELEMETRY_ENABLED"] == "1" and found["RAY_USAGE_STATS_ENABLED"] == "0"
     assert found["FLWR_HOME"] == str(tmp_path)
-
-
-def handshake(context: ssl.SSLContext, folder: Path, name: str) -> None:
-    """A TLS connection between two objects in memory."""
-    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    server.load_cert_chain(folder / "server.pem", folder / "server.key")
-    pipes = [ssl.MemoryBIO() for _ in range(4)]
-    here = context.wrap_bio(pipes[0], pipes[1], server_hostname=name)
-    there = server.wrap_bio(pipes[2], pipes[3], server_side=True)
-    for _ in range(4):
-        for side in (here, there):
-            try:
-                side.do_handshake()
-            except ssl.SSLWantReadError:
-                continue
-            finally:
-                pipes[2].write(pipes[1].read())
-                pipes[0].write(pipes[3].read())
-    assert here.version() == "TLSv1.3" and here.getpeercert()
-
-
-def test_keys(tmp_path, capsys):
-    folder = tmp_path / "keys"
-    line = ["federate-keys", "pi", "--out", folder, "--address", "10.0.0.7", "server.lan"]
-    assert gradfilter(*line) == 0
-    for secret in (folder / "ca.key", folder / "server.key", folder / "pi" / "pi.key"):
-        assert secret.stat().st_mode & 0o777 == 0o600
-    trusting = ssl.create_default_context(cafile=folder / "pi" / "ca.pem")
-    for name in ("10.0.0.7", "server.lan", "localhost"):
-        handshake(trusting, folder, name)
-    for context, name in ((trusting, "other.lan"), (ssl.create_default_context(), "server.lan")):
-        with pytest.raises(ssl.SSLCertVerificationError):
-            handshake(context, folder, name)
-    before = (folder / "pi" / "pi.key").read_bytes(), (folder / "ca.pem").read_bytes()
-    assert gradfilter("federate-keys", "pi", "phone", "--out", folder) == 0
-    assert gradfilter(*line) == 0
-    assert "not for new.lan" in mistake(capsys, *line, "new.lan")
-    assert (folder / "phone" / "ca.pem").read_bytes() == before[1]
-    assert before == ((folder / "pi" / "pi.key").read_bytes(), (folder / "ca.pem").read_bytes())
-
-
-def test_certificates_end_on_a_day_that_is_told(tmp_path, capsys):
-    folder, now = tmp_path / "keys", datetime.now(timezone.utc)
-    line = ["federate-keys", "pi", "--out", folder]
-    assert gradfilter(*line, "--address", "server.lan", "--days", "90") == 0
-    for name in ("ca.pem", "server.pem", "pi/ca.pem"):
-        assert abs(keys.ends(folder / name) - now - timedelta(days=90)) < timedelta(minutes=5)
-    day = f"certificates end on {keys.ends(folder / 'server.pem'):%Y-%m-%d}\n"
-    assert capsys.readouterr().out.endswith(day)
-    assert gradfilter(*line) == 0
-    assert capsys.readouterr().out.endswith(day)
-    assert "are there already, and end on" in mistake(capsys, *line, "--days", "9")
-    keys.make(tmp_path / "usual", ["server.lan"], [])
-    end = keys.ends(tmp_path / "usual" / "server.pem")
-    assert abs(end - now - timedelta(days=365)) < timedelta(minutes=5)
-    keys.make(tmp_path / "short", ["server.lan"], [], days=20)
-    assert "to renew" in keys.told(tmp_path / "short") and "to renew" not in keys.told(folder)
-
-
-def test_certificates_that_have_ended(photos, tmp_path, monkeypatch, capsys):
-    folder = tmp_path / "keys"
-    past = lambda hours=0, days=0: timedelta(days=-1 if days else 2)  # noqa: E731
-    monkeypatch.setattr(keys, "timedelta", past)
-    keys.make(folder, ["127.0.0.1"], ["pi"])
-    monkeypatch.undo()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(flower, "start", lambda *_, **__: pytest.fail("it was started"))
-    where = ["--server", "127.0.0.1:1", "--data", photos]
-    for line in (
-        ["federate-server", "--host", "127.0.0.1", "--port", flower.free_port(), "--keys", folder],
-        ["federate-client", *where, "--keys", folder / "pi"],
-        ["federate", *where, "--keys", folder, "--out", tmp_path / "run"],
-    ):
-        told = mistake(capsys, *line)
-        assert "ended on" in told and "to renew" in told
-
-
-def test_certificates_are_renewed_and_devices_keep_their_keys(tmp_path):
-    folder = tmp_path / "keys"
-    keys.make(folder, ["server.lan"], ["pi", "moved"])
-    shutil.move(folder / "moved", tmp_path / "moved")
-    before = {p: p.read_bytes() for p in (folder / "pi" / "pi.key", folder / "pi.pub")}
-    old = (folder / "ca.pem").read_bytes()
-    for path in [*folder.glob("ca.*"), *folder.glob("server.*")]:
-        path.unlink()
-    assert gradfilter("federate-keys", "--out", folder, "--address", "server.lan") == 0
-    assert all(p.read_bytes() == content for p, content in before.items())
-    assert (folder / "pi" / "ca.pem").read_bytes() == (folder / "ca.pem").read_bytes() != old
-    assert (folder / "moved" / "ca.pem").exists()
-    handshake(ssl.create_default_context(cafile=folder / "pi" / "ca.pem"), folder, "server.lan")

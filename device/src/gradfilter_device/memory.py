@@ -16,7 +16,7 @@ MMAP_MAX, TRIM_THRESHOLD, NEVER = -4, -1, 2**31 - 1  # of glibc's mallopt
 def keep() -> None:
     """Keep memory that is free for the next step; only glibc can.
 
-    By default it gives every large map back, and takes it anew page by page: a fifth of a step.
+    By default it gives every large map back, and takes it anew page by page at every step.
     """
     if (mallopt := _of_glibc("mallopt")) is not None:
         mallopt(MMAP_MAX, 0)
