@@ -17,10 +17,12 @@ import sys
 import threading
 import time
 import urllib.request
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -95,51 +97,48 @@ def program(name: str) -> str:
     return str(found)
 
 
-def start(name: str, *arguments: str, home: Path, log: Path | None) -> subprocess.Popen:
-    """One of Flower's programs as a process group of its own; `log` takes what it says."""
+class Program(subprocess.Popen):
+    """One of Flower's programs as a process group of its own.
+
+    What comes of it bears its mark in the environment, in whatever session and below whatever
+    parent: the workers of a simulation outlive theirs.
+    """
+
+    def __init__(self, line: list[str], home: Path, output: IO | None):
+        self.mark = uuid.uuid4().hex
+        env = environment(home) | {"GRADFILTER_PROGRAM": self.mark}
+        super().__init__(line, env=env, stdout=output, stderr=output, start_new_session=True)
+
+    def family(self) -> list[int]:
+        """The processes that bear the mark; none where there is no /proc."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # ended, or another user's
+                if self.mark.encode() in (process / "environ").read_bytes():
+                    found.append(int(process.name))
+        return found
+
+
+def start(name: str, *arguments: str, home: Path, log: Path | None) -> Program:
+    """Begin one of Flower's programs; `log` takes what it says."""
     home.mkdir(parents=True, exist_ok=True)
-    line = [program(name), *arguments]
-    output = open(log, "ab") if log else None  # noqa: SIM115 (the child keeps it)
-    try:
-        return subprocess.Popen(
-            line, env=environment(home), stdout=output, stderr=output, start_new_session=True
-        )
-    finally:
-        if output:
-            output.close()
+    with open(log, "ab") if log else nullcontext() as output:
+        return Program([program(name), *arguments], home, output)
 
 
-def stop(process: subprocess.Popen) -> None:
-    """End a process that `start` began and all that came of it, in whatever session they are."""
-    family = descendants(process.pid)
+def stop(process: Program) -> None:
+    """End a program and all that came of it; come back when they are gone."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         with suppress(subprocess.TimeoutExpired):
             process.wait(STOP)
-    for pid, begun in family.items():
-        if parent_and_begin(pid)[1] == begun:  # and not another one of that number
+    deadline = time.monotonic() + STOP
+    while (family := process.family()) and time.monotonic() < deadline:
+        for pid in family:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-
-
-def descendants(pid: int) -> dict[int, str]:
-    """The processes below one, each with when it began; none where there is no /proc."""
-    everyone = {int(p.name): parent_and_begin(int(p.name)) for p in Path("/proc").glob("[0-9]*")}
-    found: dict[int, str] = {}
-    level = {pid}
-    while level:
-        level = {p for p, (parent, _) in everyone.items() if parent in level}
-        found |= {p: everyone[p][1] for p in level}
-    return found
-
-
-def parent_and_begin(pid: int) -> tuple[int, str]:
-    try:
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0, ""
-    return int(words[1]), words[19]
+        time.sleep(0.05)
 
 
 @contextmanager
@@ -166,7 +165,7 @@ def terminable() -> Iterator[None]:
 
 
 @contextmanager
-def superlink(link: Link, *arguments: str, log: Path) -> Iterator[subprocess.Popen]:
+def superlink(link: Link, *arguments: str, log: Path) -> Iterator[Program]:
     """A server for a while, once it answers."""
     host, _, port = link.address.rpartition(":")
     secure = () if link.certificate else ("--insecure",)
@@ -180,7 +179,7 @@ def superlink(link: Link, *arguments: str, log: Path) -> Iterator[subprocess.Pop
         stop(process)
 
 
-def await_server(link: Link, process: subprocess.Popen, log: Path) -> None:
+def await_server(link: Link, process: Program, log: Path) -> None:
     """Come back when the server answers."""
     host, _, port = link.address.rpartition(":")
     host = reached(host)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -120,7 +119,7 @@ def join(
     node: dict[str, str | int],
     home: Path,
     log: Path | None = None,
-) -> subprocess.Popen:
+) -> flower.Program:
     """A device's client, which stays until it is stopped and trains when it is asked to.
 
     `keys` is the device's own folder. `node` says which pictures it trains on: `data` of its own,
