@@ -1,7 +1,7 @@
 """Steps of an exported graph in memory that is set aside once.
 
-The parameters have two buffers, read from and written to in turns. The optimizer's state has one:
-a graph reads it only to compute the new one (the manifest says so), which may overwrite it.
+New parameters and state overwrite the old ones, which the graph reads only to compute them. Where
+the manifest does not say so there are two buffers, read from and written to in turns.
 """
 
 from __future__ import annotations
@@ -21,17 +21,11 @@ class Stepper:
         self.load(values)
 
     def load(self, values: Values) -> None:
-        """Go on from these."""
-        own = {n: np.ascontiguousarray(values[n]) for n in self.model.parameters}
-        state = {n: np.ascontiguousarray(values[n]) for n in self.model.state}
-        if not self.model.manifest["state_in_place"]:
-            own, state = own | state, {}
-        self.now, self.next = own, {n: np.empty_like(a) for n, a in own.items()}
-        self.state = state
-
-    @property
-    def values(self) -> Values:
-        return self.now | self.state
+        """Go on from these, which are overwritten."""
+        names = (*self.model.parameters, *self.model.state)
+        self.values = {n: np.require(values[n], requirements=["C", "W"]) for n in names}
+        twice = not self.model.manifest["in_place"]
+        self.next = {n: np.empty_like(a) if twice else a for n, a in self.values.items()}
 
     def step(self, images: np.ndarray, targets: np.ndarray, rate: float) -> float:
         """One step; gives the loss before it."""
@@ -40,11 +34,11 @@ class Stepper:
         given = {n: np.ascontiguousarray(a) for n, a in given.items()}
         for name, array in (self.values | given).items():
             binding.bind_input(*_place(name, array))
-        results = {NEW + n: a for n, a in (self.next | self.state).items()} | {"loss": self.loss}
+        results = {NEW + n: a for n, a in self.next.items()} | {"loss": self.loss}
         for name, array in results.items():
             binding.bind_output(*_place(name, array))
         self.session.run_with_iobinding(binding)
-        self.now, self.next = self.next, self.now
+        self.values, self.next = self.next, self.values
         return float(self.loss)
 
 

@@ -67,8 +67,8 @@ def export(
 
     The folder gets `train.onnx`, `predict.onnx`, `constants.bin` (what does not change, for both),
     `parameters.npz` and `manifest.json`; beside a graph with depthwise layers also a faster one
-    for x86 (`train-blocked.onnx`). `gradfilter-device` trains with it, or any program that has
-    ONNX Runtime.
+    where the runtime has the kernels, as on x86 (`train-blocked.onnx`). `gradfilter-device` trains
+    with it, or any program that has ONNX Runtime.
     """
     from gradfilter.export.folder import Export
 

@@ -1,10 +1,10 @@
-"""Depthwise convolutions in the layout of ONNX Runtime's own kernels for x86.
+"""Depthwise convolutions in the layout of ONNX Runtime's own kernels.
 
 There a map lies in memory in blocks of 8 or 16 channels, as the processor has it. The runtime puts
 layers with constant weights into that layout by itself; those whose weights change it does channel
 by channel, several times slower. Its operators for the layout can be named in a graph, and the one
 that reorders a map reorders the taps of a depthwise layer too, so a graph need not know how large
-a block is. Other processors have no such kernels: a blocked graph stands beside the plain one.
+a block is. Not every processor has such kernels: a blocked graph stands beside the plain one.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from gradfilter.export import Runner, blocked, recorded, write
 from gradfilter.export.align import align
 from gradfilter.export.check import no_exact_gradient
 from gradfilter.export.graph import OPSET, Batch, Graph, Value
+from gradfilter.export.inplace import in_place, wait_for_readers
 from gradfilter.export.lower import Lowering
 from gradfilter.export.onebyone import one_by_one
 from gradfilter.export.optimizers import understood
@@ -91,6 +92,8 @@ class Export:
         graph.prune()
         blocked.fuse(graph)
         one_by_one(graph)
+        if NEW + next(iter(self.parameters)) in found.outputs:
+            wait_for_readers(graph, [*self.parameters, *self.state], NEW)
         return graph
 
     def write(self, path: Path, runner: Runner | None) -> Path:
@@ -129,8 +132,8 @@ class Export:
             },
             "outputs": self.predict.outputs[0][1].shape[1],
             "check": self._check(),
-            "state_in_place": all(
-                write.in_place(graph, list(self.state), NEW)
+            "in_place": all(
+                in_place(graph, [*self.parameters, *self.state], NEW)
                 for name, graph in self.graphs.items()
                 if name in (TRAIN, in_blocks(TRAIN))
             ),

@@ -124,9 +124,8 @@ def _scan(graph: Graph, images: Value, front: list[Node]) -> Node:
         )
     for name in given:
         value = graph.values[name]
-        sizes = graph.constant(np.array(value.shape[1:], np.int64))
         out = names[name] + ".0"
-        body.nodes.append(Node("Reshape", [names[name], sizes], [out], {}))
+        _write_out(graph, body, names[name], out, value.shape[1:])
         body.outputs.append((out, replace(value, name=out, shape=value.shape[1:])))
     own = {image.name, *(name for node in body.nodes for name in node.outputs)}
     read = dict.fromkeys(name for node in body.nodes for name in node.inputs if name)
@@ -135,3 +134,33 @@ def _scan(graph: Graph, images: Value, front: list[Node]) -> Node:
         node.inputs = [EACH + n if n in graph.constants else n for n in node.inputs]
     outside = [n for n in read if n not in own and n not in graph.constants]
     return Node("Scan", [IMAGES, *outside], given, {"num_scan_inputs": 1}, body=body)
+
+
+def _write_out(graph: Graph, body: Graph, name: str, out: str, shape) -> None:
+    """Let the body put out a value without its first size of 1.
+
+    Where the node that makes it can do so itself, it writes straight to the Scan's output; a
+    Reshape behind it would be a copy.
+    """
+    [maker] = (node for node in body.nodes if name in node.outputs)
+    read = any(name in node.inputs for node in body.nodes)
+    makers = {n: node for node in body.nodes for n in node.outputs}
+    others = [graph.values[n] for n in maker.inputs if n not in makers and n in graph.values]
+    able = maker.kind in (*ELEMENTWISE, "MatMul", "MatMulInteger") and not read
+    if not able or any(len(v.shape) > len(shape) for v in others):
+        body.nodes.append(Node("Reshape", [name, _sizes(graph, shape)], [out], {}))
+        return
+    at = body.nodes.index(maker)
+    for i, n in enumerate(maker.inputs):
+        if n in makers:
+            before = makers[n]
+            inner = graph.values[n.removeprefix(EACH)].shape[1:]
+            source = before.inputs[0] if before.kind == "Reshape" else n
+            view = f"{out}.{i}"
+            body.nodes.insert(at, Node("Reshape", [source, _sizes(graph, inner)], [view], {}))
+            maker.inputs[i] = view
+    maker.outputs = [out]
+
+
+def _sizes(graph: Graph, shape) -> str:
+    return graph.constant(np.array(shape, np.int64))

@@ -42,15 +42,13 @@ def mean(c, x: Operand, side) -> Operand:
 
 
 def _by_product(c, x: Operand, side, count) -> Operand:
-    """The rows of a row of patches lie next to each other in memory: one matrix product.
+    """One matrix product.
 
     ONNX Runtime's AveragePool takes twice as long, or changes the order in memory first.
     """
-    rows, width = side[0], x.shape[3]
-    of = _columns(width, side, count)
-    weight = of.double() / (of.sum(0) * rows)
-    flat = c.graph.reshape(x, (*x.shape[:2], count[0], rows * width))
-    return c.graph.matmul(flat, weight.repeat(rows, 1).to(x.dtype))
+    of = _columns(x.shape[3], side, count)
+    weight = (of.double() / (of.sum(0) * side[0])).repeat(side[0], 1)
+    return c.graph.matmul(_in_patches(c, x, side, count), weight.to(x.dtype))
 
 
 def epilogue(c, call, y, scale, shift, act, parameter, side, residual, stats):
@@ -104,27 +102,33 @@ def _slopes(c, x: Operand, act: str, parameter: float, side) -> Operand:
     """Patch means of f' at x; of an idempotent activation x may be f's own output."""
     if act not in IDEMPOTENT:
         return mean(c, inlined(c, ACTIVATIONS[act].slope, x, parameter), side)
-    inside = compare("Greater")(c, None, x, 0.0)
-    if act == "relu6":
-        inside = joined(c, "And", inside, compare("Less")(c, None, x, 6.0))
     size = tuple(x.shape[2:])
     side = [min(r, s) for r, s in zip(side, size, strict=True)]
     count = [divide_up(s, r) for s, r in zip(size, side, strict=True)]
     if size[0] % side[0] or count[1] > FEW or side == [1, 1]:
-        return mean(c, cast(c, inside, x.dtype), side)
+        return mean(c, cast(c, _inside(c, x, act), x.dtype), side)
     # counted in bytes: a quarter of the memory that the slopes would take as numbers
-    found, pixels = _counted(c, cast(c, inside, torch.uint8), side, count)
+    inside = cast(c, _inside(c, _in_patches(c, x, side, count), act), torch.uint8)
+    of = _columns(size[1], side, count)
+    ones, shape = of.to(torch.uint8).repeat(side[0], 1), (*x.shape[:2], *count)
+    found = c.graph.op("MatMulInteger", inside, ones, shape=shape, dtype=torch.int32)
+    pixels = of.sum(0) * side[0]
+    if (pixels == pixels[0]).all():  # one number for all is divided by several times faster
+        pixels = pixels[0]
     return joined(c, "Div", cast(c, found, x.dtype), pixels.to(x.dtype))
 
 
-def _counted(c, x: Operand, side, count) -> tuple[Operand, Tensor]:
-    """How many pixels of each patch are 1, and how many there are."""
-    of = _columns(x.shape[3], side, count)
-    flat = c.graph.reshape(x, (*x.shape[:2], count[0], side[0] * x.shape[3]))
-    ones = of.to(torch.uint8).repeat(side[0], 1)
-    shape = (*x.shape[:2], *count)
-    found = c.graph.op("MatMulInteger", flat, ones, shape=shape, dtype=torch.int32)
-    return found, of.sum(0) * side[0]
+def _inside(c, x: Operand, act: str) -> Operand:
+    """Where the slope of a ReLU or ReLU6 is 1."""
+    inside = compare("Greater")(c, None, x, 0.0)
+    if act == "relu6":
+        inside = joined(c, "And", inside, compare("Less")(c, None, x, 6.0))
+    return inside
+
+
+def _in_patches(c, x: Operand, side, count) -> Operand:
+    """[N, C, H, W] -> [N, C, rows of patches, their pixels], which lie next to each other."""
+    return c.graph.reshape(x, (*x.shape[:2], count[0], side[0] * x.shape[3]))
 
 
 def _columns(width: int, side, count) -> Tensor:

@@ -154,31 +154,3 @@ def _renamed(graph: Graph) -> list[Node]:
 
 def numpy_type(dtype: torch.dtype) -> np.dtype:
     return np.dtype(str(dtype).removeprefix("torch."))
-
-
-def in_place(graph: Graph, names: list[str], new: str) -> bool:
-    """Whether each of these inputs is read only on the way to its own new value.
-
-    A runtime may then let the new value overwrite it, in whatever order it runs the nodes.
-    """
-    nodes = _renamed(graph)
-    makers = {name: node for node in nodes for name in node.outputs}
-    readers: dict[str, list[Node]] = {name: [] for name in names}
-    for node in nodes:
-        for name in node.inputs:
-            if name in readers:
-                readers[name].append(node)
-    return all(_leads(node, makers[new + name], makers) for name in names for node in readers[name])
-
-
-def _leads(node: Node, to: Node, makers: dict[str, Node]) -> bool:
-    """Whether the result of a node is needed for that of another (or is it)."""
-    to_see, seen = [to], set()
-    while to_see:
-        here = to_see.pop()
-        if here is node:
-            return True
-        if id(here) not in seen:
-            seen.add(id(here))
-            to_see.extend(makers[name] for name in here.inputs if name in makers)
-    return False
