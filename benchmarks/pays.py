@@ -3,7 +3,7 @@
 For each network, data set and budget: the plan of `gf.plan` on a batch of that data, and the last
 layers, as many as the budget holds, by one method each. Memory is what `gf.plan` counts: bytes kept
 by a step, gradients and momentum. Plans are made first, on any machine; then all are trained as in
-accuracy.py, where the weights and data are told of too:
+accuracy.py, where the weights and data are told of too, but for `OPTIONS`:
 
     PYTHONPATH=src python benchmarks/pays.py --shared FOLDER --make
     PYTHONPATH=src python benchmarks/pays.py --shared FOLDER --jobs 3 --device cuda
@@ -15,12 +15,13 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import re
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import accuracy
@@ -35,11 +36,17 @@ from gradfilter.recipes.settings import Settings
 from gradfilter.recipes.trainer import Trainer
 
 RESULTS = Path(__file__).parent / "results" / "pays"
-BUDGETS = ("32MB", "80MB", "200MB")
-BATCH = 32
+BUDGETS = ("24MB", "64MB", "160MB")
+SIZE, BATCH = 128, 32
+OPTIONS = {  # those of `gradfilter train`; of CIFAR-10 one device's share, an eighth
+    "flowers": {"epochs": 10},
+    "pets": {"epochs": 10},
+    "cifar10": {"epochs": 3, "split": "iid", "parts": 8},
+}
+STRIDE = {"cifar10": 2}  # of its 5,000 test pictures every second, since a CPU takes a minute
 COPIES = 2  # of every trained parameter: its gradient and its momentum
-PLANNED, CLOSED = "planned", "planned without gaps"  # no layer frozen between trained ones
-PLANS = {PLANNED: True, CLOSED: False}
+PLANNED, GAPS = "planned", "planned with gaps"  # layers frozen between trained ones
+PLANS = {PLANNED: False, GAPS: True}
 SINGLE = {
     "exact": gf.Exact(),
     "gradient-filter": gf.GradientFilter(patch=2),
@@ -49,6 +56,14 @@ SINGLE = {
 MOST = {"hosvd": 8}  # layers; more would fit, but decomposing them all takes minutes a run
 SHOWN = 15  # points below the best that a panel shows
 SETS, NETS = ("flowers", "pets", "cifar10"), ("mobilenet_v2", "tf_efficientnet_lite0")
+COLUMNS = [(data, net) for data in SETS for net in NETS]
+NAMES = {
+    "flowers": "Flowers",
+    "pets": "Pets",
+    "cifar10": "CIFAR-10",
+    "mobilenet_v2": "MobileNetV2",
+    "tf_efficientnet_lite0": "Lite0",
+}
 
 
 @dataclass(frozen=True)
@@ -74,18 +89,17 @@ def rows(budgets: Sequence[str] = BUDGETS) -> list[Row]:
     return [
         Row(data, net, budget, kind, seed)
         for data in SETS
+        for seed in accuracy.SEEDS  # the first of all before the next
         for net in NETS
         for budget in budgets
         for kind in (*PLANS, *SINGLE)
-        for seed in accuracy.SEEDS
     ]
 
 
 def settings_of(row: Row, args: argparse.Namespace, **method) -> Settings:
     plain = accuracy.Row(row.data, row.model, None, "exact", row.seed)
     settings = accuracy.settings_of(plain, args)
-    epochs = args.epochs or settings.epochs
-    return settings.changed(batch=BATCH, epochs=epochs, method="galerkin", **method)
+    return settings.changed(batch=BATCH, method="galerkin", **OPTIONS[row.data], **method)
 
 
 def make(row: Row, args: argparse.Namespace) -> None:
@@ -107,7 +121,7 @@ def make(row: Row, args: argparse.Namespace) -> None:
 def example(row: Row, args: argparse.Namespace) -> tuple[nn.Module, Tensor, Tensor]:
     """The network as training finds it, and one batch of its pictures."""
     settings = settings_of(row, args).changed(method="exact")
-    data = runs.opened(settings.data)
+    data = runs.opened(settings)
     trainer = Trainer(settings, data.task, data.classes, ignore=data.ignore, level=data.augment)
     gf.revert(trainer.model)
     places = torch.linspace(0, len(data.train) - 1, BATCH).long().tolist()
@@ -143,18 +157,31 @@ def taken(model: nn.Module, x: Tensor, method: gf.Method, layers: int) -> tuple[
     return found + COPIES * trained, plan
 
 
+def shared(row: Row, args: argparse.Namespace) -> Row:
+    """The row of the least budget with the very plan of this one: its run is that of both."""
+    text = _plan_text(row, args)
+    same = [replace(row, budget=b) for b in args.budgets]
+    return next((r for r in same if text and _plan_text(r, args) == text), row)
+
+
+def _plan_text(row: Row, args: argparse.Namespace) -> str | None:
+    path = args.results / "plans" / f"{row.plan}.json"
+    return path.read_text() if path.exists() else None
+
+
 def run_of(row: Row, args: argparse.Namespace) -> runs.Run:
     plans = args.results / "plans"
     about = json.loads((plans / f"{row.plan}.about.json").read_text())
     settings = settings_of(row, args, plan=str(plans / f"{row.plan}.json"))
-    return runs.Run(settings, args.results / f"{row.name}.json", {"row": vars(row)} | about)
+    path, stride = args.results / f"{row.name}.json", STRIDE.get(row.data, 1)
+    return runs.Run(settings, path, {"row": vars(row)} | about, stride)
 
 
 def found(args: argparse.Namespace) -> dict[tuple, list[dict]]:
-    """What was run, by data, network, budget and kind."""
+    """What was run, by data, network, budget and kind; equal plans have one run."""
     results: dict[tuple, list[dict]] = {}
     for row in rows(args.budgets):
-        path = args.results / f"{row.name}.json"
+        path = args.results / f"{shared(row, args).name}.json"
         if path.exists():
             key = row.data, row.model, row.budget, row.kind
             results.setdefault(key, []).append(json.loads(path.read_text()))
@@ -162,34 +189,75 @@ def found(args: argparse.Namespace) -> dict[tuple, list[dict]]:
 
 
 def table(args: argparse.Namespace) -> str:
-    """Top-1 of every kind, and how far it is from the planned mix on average."""
+    """Top-1 of every kind, how far it is from the planned mix, and the mix from the best single."""
     results, lines = found(args), []
-    columns = [(data, net) for data in SETS for net in NETS]
     for budget in args.budgets:
         for kind in (*PLANS, *SINGLE):
-            cells = [_cell(results.get((*column, budget, kind))) for column in columns]
-            lines.append([budget, kind, *cells, _against(results, columns, budget, kind)])
-    header = ["memory", "top-1 %", *(f"{d}, {n}" for d, n in columns), "against planned"]
-    return measure.table(header, lines)
+            cells = [_cell(results.get((*column, budget, kind))) for column in COLUMNS]
+            lines.append([budget, _told(kind), *cells, _against(results, budget, kind)])
+    names = [", ".join(map(_told, column)) for column in COLUMNS]
+    header = ["memory", "top-1 %", *names, "against planned"]
+    best = [[b, *_lead(results, b)] for b in args.budgets]
+    second = ["memory", *names, "mean"]
+    return "\n\n".join([measure.table(header, lines), measure.table(second, best)])
+
+
+def _told(name: str) -> str:
+    """A kind, data set or network as the tables name it."""
+    return f"`{SINGLE[name]!r}`" if name in SINGLE else NAMES.get(name, name)
 
 
 def _cell(results: list[dict] | None) -> str:
     if not results:
         return "not run"
-    return f"{accuracy.spread(results)}, {results[0]['trained layers']} layers"
+    some = f" ({len(results)} seeds)" if 1 < len(results) < len(accuracy.SEEDS) else ""
+    return f"{accuracy.spread(results)}{some}, {results[0]['trained layers']} layers"
 
 
-def _against(results: dict, columns: list, budget: str, kind: str) -> str:
+def _against(results: dict, budget: str, kind: str) -> str:
     """Mean difference over the columns that both have."""
-    pairs = [
-        [results[(*c, budget, k)] for k in (kind, PLANNED)]
-        for c in columns
-        if (*c, budget, kind) in results and (*c, budget, PLANNED) in results
-    ]
-    if not pairs or kind == PLANNED:
+    keys = [((*c, budget, kind), (*c, budget, PLANNED)) for c in COLUMNS]
+    return _mean([_ahead(results[a], results[b])[0] for a, b in keys if {a, b} <= results.keys()])
+
+
+def _lead(results: dict, budget: str) -> list[str]:
+    """In every column how far the planned mix is ahead of the single method with the best mean."""
+    cells, leads = [], []
+    for column in COLUMNS:
+        rivals = [k for k in SINGLE if (*column, budget, k) in results]
+        planned = results.get((*column, budget, PLANNED))
+        if not planned or not rivals:
+            cells.append("not run")
+            continue
+        best = max(rivals, key=lambda k: _score(results[(*column, budget, k)]))
+        lead, error = _ahead(planned, results[(*column, budget, best)])
+        leads.append(lead)
+        told = f" ± {error:.1f}" if error is not None else " (1 seed)"
+        cells.append(f"{lead:+.1f}{told}, {_told(best)}")
+    return [*cells, _mean(leads)]
+
+
+def _score(results: list[dict]) -> float:
+    return 100 * statistics.mean(r["headline"] for r in results)
+
+
+def _ahead(one: list[dict], other: list[dict]) -> tuple[float, float | None]:
+    """Points by which the mean of one is above that of the other, and the standard error."""
+    ahead = _score(one) - _score(other)
+    sides = [[100 * r["headline"] for r in side] for side in (one, other)]
+    if min(map(len, sides)) < 2:
+        return ahead, None
+    return ahead, math.sqrt(sum(statistics.variance(v) / len(v) for v in sides))
+
+
+def _mean(points: list[float]) -> str:
+    """Mean and standard error over columns, and how many they are where some were not run."""
+    if not any(points):
         return "-"
-    means = [[statistics.mean(r["headline"] for r in side) for side in pair] for pair in pairs]
-    return f"{100 * statistics.mean(a - b for a, b in means):+.2f} ({len(pairs)} of {len(columns)})"
+    count = len(points)
+    error = f" ± {statistics.stdev(points) / math.sqrt(count):.2f}" if count > 1 else ""
+    few = f" ({count} of {len(COLUMNS)})" if count < len(COLUMNS) else ""
+    return f"{statistics.mean(points):+.2f}{error}{few}"
 
 
 def plot(args: argparse.Namespace) -> None:
@@ -197,34 +265,32 @@ def plot(args: argparse.Namespace) -> None:
     from matplotlib.figure import Figure
 
     results = found(args)
-    panels = sorted({key[:2] for key in results})
-    figure = Figure(figsize=(4.2 * max(1, len(panels)), 3.8), layout="constrained")
-    axes = figure.subplots(1, max(1, len(panels)), squeeze=False)[0]
-    for panel, axis in zip(panels, axes, strict=False):
-        best = max(_curve(axis, results, panel, kind, args.budgets) for kind in (*PLANS, *SINGLE))
-        axis.set(title=", ".join(panel), xlabel="memory of a step, MB", ylabel="top-1, %")
-        axis.set_ylim(best - SHOWN, best + 2)
-        axis.set_xscale("log")
+    figure = Figure(figsize=(4 * len(SETS), 3.4 * len(NETS)), layout="constrained")
+    axes = figure.subplots(len(NETS), len(SETS), squeeze=False)
+    for data, net in COLUMNS:
+        axis = axes[NETS.index(net)][SETS.index(data)]
+        panel = {k: v for k, v in results.items() if k[:2] == (data, net)}
+        best = max([_score(v) for v in panel.values()], default=SHOWN)
+        for number, kind in enumerate((*SINGLE, *reversed(PLANS))):  # the planned one on top
+            _curve(axis, [v for k, v in panel.items() if k[3] == kind], kind, f"C{number}")
+        axis.set(title=f"{_told(data)}, {_told(net)}", ylim=(best - SHOWN, best + 2))
+        axis.set(xlabel="memory of a step, MB", ylabel="top-1, %", xscale="log")
         ticks = [float(budget.removesuffix("MB")) for budget in args.budgets]
         axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-        axis.legend(fontsize="small")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
     figure.savefig(args.plot, dpi=120)
 
 
-def _curve(axis, results: dict, panel: tuple, kind: str, budgets: Sequence[str]) -> float:
-    """Draw one kind at its budgets; the highest mean."""
-    runs_of = [results[(*panel, b, kind)] for b in budgets if (*panel, b, kind) in results]
-    if not runs_of:
-        return 0.0
-    values = [[100 * r["headline"] for r in several] for several in runs_of]
+def _curve(axis, several: list[list[dict]], kind: str, colour: str) -> None:
+    """Draw one kind at its budgets, with the deviation of its seeds."""
+    memory = [results[0]["memory"] / 2**20 for results in several]
+    means = [_score(results) for results in several]
+    values = [[100 * r["headline"] for r in results] for results in several]
     errors = [statistics.stdev(v) if len(v) > 1 else 0 for v in values]
-    memory = [several[0]["memory"] / 2**20 for several in runs_of]
-    means = [statistics.mean(v) for v in values]
     style = {"marker": "o", "capsize": 3, "linewidth": 2.5 if kind == PLANNED else 1.2}
-    axis.errorbar(memory, means, errors, label=kind, **style)
-    return max(means)
+    axis.errorbar(memory, means, errors, label=_told(kind).strip("`"), color=colour, **style)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -235,8 +301,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--make", action="store_true", help="make the plans and run nothing")
     p.add_argument("--plot", type=Path, help="picture of the results")
     p.add_argument("--budgets", nargs="+", default=BUDGETS, metavar="MB", help="such as 80MB")
-    p.add_argument("--size", type=int, help="image side, where not the network's own")
-    p.add_argument("--epochs", type=int, help="where not those of accuracy.py")
+    p.add_argument("--size", type=int, default=SIZE, help="image side")
     p.set_defaults(lr=None)
     return p
 
@@ -263,7 +328,7 @@ def main(argv: list[str] | None = None) -> int:
                 if not (args.results / "plans" / f"{row.plan}.about.json").exists():
                     make(row, args)
         else:
-            runs.run_all([run_of(r, args) for r in wanted], args)
+            runs.run_all([run_of(r, args) for r in wanted if shared(r, args) == r], args)
     return 0
 
 

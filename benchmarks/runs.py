@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import measure
@@ -22,6 +22,7 @@ import torch
 from resident import Resident
 
 import gradfilter as gf
+from gradfilter.recipes import parts
 from gradfilter.recipes.capture import Captured, refusal
 from gradfilter.recipes.datasets import Data, open_data
 from gradfilter.recipes.loading import per_epoch
@@ -35,16 +36,22 @@ SEEDS = 3
 
 @dataclass(frozen=True)
 class Run:
-    """One run: what it trains, the file of its result, and what that file says beside it."""
+    """One run: what it trains, the file of its result, and what that file says beside it.
+
+    Of the test pictures every `stride`-th is shown.
+    """
 
     settings: Settings
     path: Path
     about: dict = field(default_factory=dict)
+    stride: int = 1
 
 
 def train(run: Run, args: argparse.Namespace) -> dict:
     """Train, test once at the end, and tell all of it."""
-    settings, data = run.settings, opened(run.settings.data)
+    settings, data = run.settings, opened(run.settings)
+    shown = torch.arange(0, len(data.test), run.stride)
+    data = replace(data, test=data.test.subset(shown)) if run.stride > 1 else data
     trainer = Trainer(
         settings, data.task, data.classes,
         ignore=data.ignore, level=data.augment, world=World(torch.device(args.device)),
@@ -71,6 +78,7 @@ def train(run: Run, args: argparse.Namespace) -> dict:
         "seconds": seconds,
         "losses": losses,
         "diverged": diverged,
+        "test pictures": len(data.test),
         "metrics": metrics,
         "headline": metrics.get(trainer.task.headline, 0.0),
     }  # fmt: skip
@@ -87,15 +95,18 @@ def _price(trainer: Trainer) -> dict:
     }
 
 
-OPENED: dict[str, Data] = {}
+PART = ("data", "split", "parts", "part", "per_part", "alpha", "split_seed", "test")
+OPENED: dict[tuple, Data] = {}
 RESIDENT: dict[tuple, Resident] = {}
 
 
-def opened(where: str) -> Data:
-    """A data set, decoded once for all runs of a process."""
-    if where not in OPENED:
-        OPENED[where] = open_data(where, download=False, cache=True)
-    return OPENED[where]
+def opened(settings: Settings) -> Data:
+    """A data set or the part of it that is asked for, decoded once for all runs of a process."""
+    key = tuple(getattr(settings, name) for name in PART)
+    if key not in OPENED:
+        whole = open_data(settings.data, download=False, cache=True)
+        OPENED[key] = parts.choose(settings, whole)[0]
+    return OPENED[key]
 
 
 def _steps(trainer: Trainer, data: Data, total: int, resident: bool) -> Iterator[int]:
@@ -160,6 +171,8 @@ def _work(queue, args: argparse.Namespace) -> None:
     torch.backends.cudnn.benchmark = True
     torch.set_num_threads(args.threads)
     while (run := queue.get()) is not None and time.time() < args.until:
+        if run.path.exists():  # by another command, meanwhile
+            continue
         try:
             result = train(run, args)
         except Exception as error:  # the other runs go on

@@ -45,14 +45,15 @@ def plan(
     batch: int | None = None,
     methods: Sequence[Method] | None = None,
     copies: int = 2,
-    gaps: bool = True,
+    gaps: bool = False,
     tell: Tell | None = None,
 ) -> Choice:
     """The plan that promises most learning within a budget; `convert` takes it, `save` writes it.
 
     Trained are the last layers in the order of execution, as many as pay, each by one of `methods`;
-    some between may be frozen, where their parameters cost more than they bring, unless `gaps` is
-    False. The output layer is always trained. Batch-norm statistics are fixed.
+    with `gaps` some between may be frozen, where their parameters cost more than they promise,
+    which learned less where it was tried. The output layer is always trained. Batch-norm statistics
+    are fixed.
 
     **Memory** (bytes, or "64MB"; a MB is 2**20 bytes) is what training holds beyond the weights
     and beyond what inference needs: the bytes kept from forward to backward, and for every trained
@@ -135,7 +136,7 @@ class Survey:
         memory: Amount | None = None,
         time: Amount | None = None,
         fidelity: float | None = None,
-        gaps: bool = True,
+        gaps: bool = False,
     ) -> Choice:
         """The best plan within this budget."""
         limits = _limits(memory, time, fidelity)

@@ -44,7 +44,7 @@ class Search:
         limits: Limits,
         fidelity: float | None,
         copies: int,
-        gaps: bool = True,
+        gaps: bool = False,
     ):
         self.chain, self.worths, self.costs, self.limits = chain, worths, costs, limits
         self.fidelity, self.copies, self.gaps = fidelity or 0.0, copies, gaps
@@ -208,9 +208,10 @@ class Search:
     @property
     def _most(self) -> Limits:
         """More than any plan takes."""
+        moves = [[m.cost for o in options for m in o.moves if m] for options in self.layers]
         return {
-            name: self.base[name]
-            + sum(max(m.cost[k] for o in options for m in o.moves if m) for options in self.layers)
+            # a layer below the least fidelity has no move
+            name: self.base[name] + sum(max((c[k] for c in costs), default=0.0) for costs in moves)
             for k, name in enumerate(self.limits)
         }
 
