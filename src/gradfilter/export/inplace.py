@@ -7,6 +7,9 @@ gradient behind it is not, and may come late; the update is made to wait for it.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
+
 import torch
 
 from gradfilter.export.graph import Graph, Node, Value
@@ -37,7 +40,7 @@ def in_place(graph: Graph, names: list[str], new: str) -> bool:
 
 
 def _wait(graph: Graph, last: Node, reader: Node, makers: dict[str, Node]) -> None:
-    """Put a node between: a number that the new value is computed from, and knows the reader.
+    """Let a number that the new value is computed from be known only after the reader has run.
 
     Every update has such a number, which comes of the learning rate. The choice between it and the
     reader's first result always falls on the number.
@@ -106,11 +109,11 @@ def _leads(node: Node, to: Node, makers: dict[str, Node]) -> bool:
     return any(before is node for before in _before(to, makers))
 
 
-def _before(last: Node, makers: dict[str, Node]):
+def _before(last: Node, makers: dict[str, Node]) -> Iterator[Node]:
     """A node and all that it needs, the nearest first."""
-    to_see, seen = [last], {id(last)}
+    to_see, seen = deque([last]), {id(last)}
     while to_see:
-        here = to_see.pop(0)
+        here = to_see.popleft()
         yield here
         for name in here.inputs:
             maker = makers.get(name)
