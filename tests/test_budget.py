@@ -8,7 +8,7 @@ from planned import SIZES, TARGET, branched, chained, images, unit
 
 import gradfilter as gf
 from gradfilter import stopwatch
-from gradfilter.planning import amounts, outcome, prices
+from gradfilter.planning import amounts, budget, outcome, prices
 from gradfilter.planning.budget import Survey
 from gradfilter.planning.choice import EXAMPLE
 from gradfilter.planning.search import Search
@@ -41,11 +41,23 @@ def test_the_memory_of_layers_frozen_between_is_predicted_to_the_byte(size):
 
 @pytest.mark.parametrize("size", ["40KB", "100KB"])
 def test_the_last_layers_are_trained_one_and_all(size):
-    found = gf.plan(chained(wide=64), images(), target=TARGET, memory=size)
+    found = gf.plan(chained(wide=64), images(), target=TARGET, memory=size, gaps=False)
     assert all(r.trained for r in found.reasons)
     assert found.final.predicted == found.final.measured and len(found.attempts) == 1
     gaps = gf.plan(chained(wide=64), images(), target=TARGET, memory=size, gaps=True)
     assert not found.over and found.value <= gaps.value
+
+
+@pytest.mark.parametrize("enough, frozen", [(0.0, False), (1.0, True)])
+def test_layers_between_are_frozen_where_much_is_lost_else(enough, frozen, monkeypatch):
+    """By the share of what a plan with gaps promises that one without has to keep."""
+    monkeypatch.setattr(budget, "ENOUGH", enough)
+    survey = budget.Survey(chained(wide=64), images(), target=TARGET)
+    found = survey.plan(memory="100KB")
+    expected = survey.plan(memory="100KB", gaps=frozen)
+    assert found.value == expected.value
+    assert any(not r.trained for r in found.reasons) == frozen
+    assert any("layers between are frozen" in note for note in found.notes) == frozen
 
 
 def test_layers_that_take_no_method_are_part_of_a_plan():

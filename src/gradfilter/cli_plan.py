@@ -82,7 +82,10 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--memory", type=size, metavar="SIZE", help="most that training may add: 64MB, 512KB")
     add("--time", type=seconds, metavar="TIME", help="most time a step may take: 200ms, 1.5s")
     add("--fidelity", type=float, metavar="X", help="least cosine with the exact gradient")
-    add("--gaps", action="store_true", help="may freeze layers between trained ones")
+    add(
+        "--gaps", action=argparse.BooleanOptionalAction, default=None,
+        help="freeze layers between trained ones, or none (default: only where much is lost else)",
+    )  # fmt: skip
     add("--data", help="an image folder, or the name of a data set, to weigh the layers on")
     add("--root", type=Path, metavar="DIR", help="folder of named data sets")
     add("--weights", default="library", help="library, none, or a file (default: library)")

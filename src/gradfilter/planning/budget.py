@@ -29,6 +29,7 @@ METHODS = (
 )
 ATTEMPTS = 4  # plans measured at most; the last is handed out as it is
 MARGIN = 0.98  # of the budget, once a plan has broken it
+ENOUGH = 0.75  # of what a plan with gaps promises, for one without to be preferred
 WOKEN = "the output layer was all 0, which hands back no gradient: it was drawn at random"
 
 Tell = Callable[[str], None]
@@ -45,15 +46,16 @@ def plan(
     batch: int | None = None,
     methods: Sequence[Method] | None = None,
     copies: int = 2,
-    gaps: bool = False,
+    gaps: bool | None = None,
     tell: Tell | None = None,
 ) -> Choice:
     """The plan that promises most learning within a budget; `convert` takes it, `save` writes it.
 
     Trained are the last layers in the order of execution, as many as pay, each by one of `methods`;
-    with `gaps` some between may be frozen, where their parameters cost more than they promise,
-    which learned less where it was tried. The output layer is always trained. Batch-norm statistics
-    are fixed.
+    with `gaps` some between may be frozen, where their parameters cost more than they promise.
+    Such plans have learned less than they promise, so by default there are gaps only where a plan
+    without any promises much less. The output layer is always trained. Batch-norm statistics are
+    fixed.
 
     **Memory** (bytes, or "64MB"; a MB is 2**20 bytes) is what training holds beyond the weights
     and beyond what inference needs: the bytes kept from forward to backward, and for every trained
@@ -136,19 +138,35 @@ class Survey:
         memory: Amount | None = None,
         time: Amount | None = None,
         fidelity: float | None = None,
-        gaps: bool = False,
+        gaps: bool | None = None,
     ) -> Choice:
         """The best plan within this budget."""
         limits = _limits(memory, time, fidelity)
         if "time" in limits and not self.costs.base:
             raise ValueError("plan: a survey that was not timed has no plan for a time budget")
-        search = Search(self.chain, self.worths, self.costs, limits, fidelity, self.copies, gaps)
-        outcome, notes = Outcome(search, self.batch, self.step, self.device), list(self.notes)
+        search, notes = self._search(limits, fidelity, gaps)
+        outcome = Outcome(search, self.batch, self.step, self.device)
         with trial.same_chance(self.device):
             solution, attempts = _settle(search, outcome, self.tell)
             if trained_links(solution) == {search.last} and search.last:
                 notes.append(search.alone(attempts[-1].factors))
             return outcome.choice(solution, attempts, notes)
+
+    def _search(self, limits: Limits, fidelity, gaps: bool | None) -> tuple[Search, list[str]]:
+        """With gaps or without, and what to say of it."""
+        options = self.chain, self.worths, self.costs, limits, fidelity, self.copies
+        if gaps is not None:
+            return Search(*options, gaps), list(self.notes)
+        closed, open_ = Search(*options, False), Search(*options, True)
+        without, best = closed.solve(limits), open_.solve(limits)
+        if without is None or best is None:
+            return closed, list(self.notes)
+        alone = trained_links(without) == {closed.last}
+        share = without.value / best.value if best.value else 1.0
+        if share >= ENOUGH and not alone:
+            return closed, list(self.notes)
+        told = f"layers between are frozen: without that {share:.0%} is left"
+        return open_, [*self.notes, *([told] if share < 1 else [])]
 
 
 def _settle(search: Search, outcome: Outcome, tell: Tell) -> tuple[Solution, list[Attempt]]:
