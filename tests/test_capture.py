@@ -37,7 +37,8 @@ def take_both(photos, monkeypatch, replayed, **options):
     return found
 
 
-def test_a_recorded_step_does_what_the_optimizer_does(photos, monkeypatch):
+@pytest.mark.parametrize("backbone", [1.0, 0.3])
+def test_a_recorded_step_does_what_the_optimizer_does(photos, monkeypatch, backbone):
     def replayed(captured):
         def step(batch, number, rate):
             captured.trainer.seed(number)
@@ -46,7 +47,9 @@ def test_a_recorded_step_does_what_the_optimizer_does(photos, monkeypatch):
 
         return step
 
-    (plain, sums, state), (ours, our_sums, our_state) = take_both(photos, monkeypatch, replayed)
+    (plain, sums, state), (ours, our_sums, our_state) = take_both(
+        photos, monkeypatch, replayed, backbone_lr=backbone
+    )
     torch.testing.assert_close(ours, plain)
     torch.testing.assert_close(our_sums, sums)
     torch.testing.assert_close(our_state, state)

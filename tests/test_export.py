@@ -109,6 +109,24 @@ def test_three_steps_of_every_optimizer(kind, clip, tmp_path):
     assert_close(folder.values, expected, TOLERANCE)
 
 
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_groups_of_parameters_keep_their_share_of_the_rate(kind, tmp_path):
+    model, (x, target) = planned("mixed"), batch()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    rates = [exported.RATE * share for share in (0.3, 1, 0.1)]
+    groups = [{"params": trained[i::3], "lr": rate} for i, rate in enumerate(rates)]
+    optimizer = OPTIMIZERS[kind][0](groups, **OPTIMIZERS[kind][1])
+    with pytest.raises(ValueError, match="not the model's"):
+        gf.export(planned("mixed"), x, target, tmp_path, optimizer=optimizer)
+    gf.export(model, x, target, tmp_path, optimizer=optimizer)
+    folder = exported.Folder(tmp_path, exported.reference)
+    for _ in range(3):
+        folder.step(x, target)  # the highest
+    expected = in_pytorch(model, x, target, optimizer, steps=3)
+    expected.pop("loss")
+    assert_close(folder.values, expected, TOLERANCE)
+
+
 @pytest.mark.parametrize("fixed", [None, 4])
 def test_batch_size_free_or_fixed(fixed, tmp_path):
     model, (x, target) = planned("galerkin grid"), batch(4)

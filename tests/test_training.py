@@ -229,6 +229,25 @@ def test_another_loop_can_drive_a_trainer(photos):
     assert after["loss"] < before["loss"]
 
 
+def test_all_but_the_output_layer_may_learn_more_slowly(photos):
+    from gradfilter.recipes.datasets import open_data
+
+    data, moved = open_data(str(photos)), []
+    for share in (1.0, 0.25):
+        settings = Settings(model="still", batch=9, lr=1.0, weight_decay=0.0, backbone_lr=share)
+        trainer = Trainer(settings, data.task, data.classes)
+        before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+        list(trainer.steps(data.train, range(1), total=4))
+        own = trainer.model.named_parameters()
+        moved.append({n: p.detach() - before[n] for n, p in own if p.requires_grad})
+    full, part = moved
+    head = {n for n, t in full.items() if len(t) == len(data.classes)}
+    assert head and len(full) > len(head)
+    for name, step in full.items():
+        torch.testing.assert_close(part[name], step * (1.0 if name in head else 0.25))
+    assert all(step.any() for step in full.values())
+
+
 @pytest.mark.parametrize("after, gained", [(0.6, True), (0.5, False), (0.2, False)])
 def test_a_run_that_gained_nothing_says_so(after, gained):
     rows = [

@@ -61,7 +61,8 @@ def export(
     [N, H, W]; the loss is the mean cross-entropy. The step is that of the plan on the model
     (`convert`), its trained parameters those that require a gradient now, its `optimizer` a
     torch.optim.SGD or AdamW (default: SGD), with gradients clipped to a common norm of `clip`.
-    The learning rate is an input of every step. Dropout and stochastic depth are left out.
+    The learning rate is an input of every step; parameters of a group with a lower one keep their
+    share of it. Dropout and stochastic depth are left out.
     `batch` fixes the number of images a step; by default any number goes. `runner` tells
     `gradfilter-device` how to feed it; a program of your own can do without.
 

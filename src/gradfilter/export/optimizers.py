@@ -85,12 +85,18 @@ def _zeros(keeps: tuple[str, ...], parameters: State) -> State:
     return {f"{k}.{name}": torch.zeros_like(p) for k in keeps for name, p in parameters.items()}
 
 
-def understood(optimizer: torch.optim.Optimizer | Optimizer | None) -> Optimizer:
-    """The optimizer whose update is written down; refuses what that would change."""
+def understood(
+    optimizer: torch.optim.Optimizer | Optimizer | None,
+) -> tuple[Optimizer, dict[Tensor, float]]:
+    """The optimizer whose update is written down; refuses what that would change.
+
+    With it the share of the learning rate that a parameter has, where its group's is not the
+    highest one.
+    """
     if optimizer is None:
-        return Sgd()
+        return Sgd(), {}
     if isinstance(optimizer, Optimizer):
-        return optimizer
+        return optimizer, {}
     kinds = {torch.optim.SGD: _sgd, torch.optim.AdamW: _adamw}
     if type(optimizer) not in kinds:
         raise ValueError(
@@ -99,9 +105,13 @@ def understood(optimizer: torch.optim.Optimizer | Optimizer | None) -> Optimizer
     read = kinds[type(optimizer)]
     groups = optimizer.param_groups
     found = {read(group) for group in groups}
-    if len(found) > 1 or len({float(group["lr"]) for group in groups}) > 1:
-        raise ValueError("export: all groups of the optimizer must have the same settings")
-    return found.pop()
+    if len(found) > 1:
+        raise ValueError(
+            "export: all groups of the optimizer must have the same settings but for the rate"
+        )
+    highest = max(float(group["lr"]) for group in groups)
+    shares = {p: float(g["lr"]) / highest if highest else 1.0 for g in groups for p in g["params"]}
+    return found.pop(), {p: share for p, share in shares.items() if share != 1}
 
 
 def _sgd(group: dict) -> Sgd:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ class TrainingStep:
     state: tuple[str, ...]
     optimizer: Optimizer
     clip: float | None = None
+    shares: dict[str, float] = field(default_factory=dict)  # of the rate, by parameter; 1 else
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         count = len(self.parameters)
@@ -45,24 +46,30 @@ class TrainingStep:
         )
 
     def _updated(self, old: State, grads: State, rate: Tensor, state: State) -> tuple[State, State]:
-        """Parameters and state after the step; the small ones all at once, as one vector."""
+        """Parameters and state after the step; small ones of one rate all at once, as a vector."""
         shared = self.optimizer.shared(state)
         new, new_state = {}, {k: v for k, v in shared.items() if k in state}
-        small = [name for name, p in old.items() if p.numel() <= SMALL]
-        for name in old.keys() - set(small):
-            own = {k: state[f"{k}.{name}"] for k in self.optimizer.keeps}
-            new[name], after = self.optimizer.update(old[name], grads[name], rate, own, shared)
-            new_state |= {f"{k}.{name}": v for k, v in after.items()}
-        if small:
-            own = {k: _joined([state[f"{k}.{n}"] for n in small]) for k in self.optimizer.keeps}
-            vectors = _joined([old[n] for n in small]), _joined([grads[n] for n in small])
-            joint, after = self.optimizer.update(*vectors, rate, own, shared)
-            like = [old[name] for name in small]
-            new |= dict(zip(small, _taken_apart(joint, like), strict=True))
+        for names in self._together(old):
+            share = self.shares.get(names[0], 1.0)
+            own = {k: _joined([state[f"{k}.{n}"] for n in names]) for k in self.optimizer.keeps}
+            vectors = _joined([old[n] for n in names]), _joined([grads[n] for n in names])
+            own_rate = rate if share == 1 else rate * share
+            joint, after = self.optimizer.update(*vectors, own_rate, own, shared)
+            like = [old[name] for name in names]
+            new |= dict(zip(names, _taken_apart(joint, like), strict=True))
             for k, v in after.items():
-                parts = zip(small, _taken_apart(v, like), strict=True)
+                parts = zip(names, _taken_apart(v, like), strict=True)
                 new_state |= {f"{k}.{name}": part for name, part in parts}
         return new, new_state
+
+    def _together(self, old: State) -> list[list[str]]:
+        """The names of what is updated at once."""
+        large = [[name] for name, p in old.items() if p.numel() > SMALL]
+        small: dict[float, list[str]] = {}
+        for name, p in old.items():
+            if p.numel() <= SMALL:
+                small.setdefault(self.shares.get(name, 1.0), []).append(name)
+        return [*large, *small.values()]
 
     def _gradients(self, old: State, images: Tensor, target: Tensor) -> tuple[Tensor, State]:
         leaves = {name: p.detach().requires_grad_() for name, p in old.items()}
@@ -115,9 +122,11 @@ def scores_of(output) -> Tensor:
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([t.flatten() for t in tensors])
+    return tensors[0] if len(tensors) == 1 else torch.cat([t.flatten() for t in tensors])
 
 
 def _taken_apart(vector: Tensor, like: list[Tensor]) -> list[Tensor]:
+    if len(like) == 1:
+        return [vector]
     parts = vector.split([t.numel() for t in like])
     return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]

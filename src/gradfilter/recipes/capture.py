@@ -48,13 +48,16 @@ class Captured:
     @torch.no_grad()
     def update(self) -> None:
         """SGD as the trainer's optimizer does it, with a rate that is read when it runs."""
-        (group,) = self.trainer.optimizer.param_groups
-        pairs = zip(self.trainer.parameters, self.momenta, strict=True)
-        weights, momenta = zip(*[(p, m) for p, m in pairs if p.grad is not None], strict=True)
-        torch._foreach_mul_(momenta, group["momentum"])
-        torch._foreach_add_(momenta, [p.grad for p in weights])
-        torch._foreach_add_(momenta, weights, alpha=group["weight_decay"])
-        torch._foreach_sub_(weights, torch._foreach_mul(momenta, self.rate))
+        optimizer = self.trainer.optimizer
+        for group in optimizer.param_groups:
+            weights = [p for p in group["params"] if p.grad is not None]
+            if not weights:
+                continue
+            momenta = [optimizer.state[p]["momentum_buffer"] for p in weights]
+            torch._foreach_mul_(momenta, group["momentum"])
+            torch._foreach_add_(momenta, [p.grad for p in weights])
+            torch._foreach_add_(momenta, weights, alpha=group["weight_decay"])
+            torch._foreach_sub_(weights, torch._foreach_mul(momenta, self.rate * group["share"]))
 
     def state(self) -> list[Tensor]:
         """All that a step changes."""

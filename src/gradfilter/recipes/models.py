@@ -94,11 +94,16 @@ def start_at_zero(model: nn.Module, num_classes: int) -> None:
     The random scores it has otherwise send large gradients into the trained layers before it, which
     at usual learning rates lose what they know.
     """
+    for p in output_parameters(model, num_classes):
+        nn.init.zeros_(p)
+
+
+def output_parameters(model: nn.Module, num_classes: int) -> list[nn.Parameter]:
+    """Those of the last layer that gives as many numbers as there are classes."""
     for module in reversed(list(model.modules())):
         if isinstance(module, nn.Linear | nn.Conv2d) and len(module.weight) == num_classes:
-            for p in module.parameters():
-                nn.init.zeros_(p)
-            return
+            return list(module.parameters())
+    return []
 
 
 def _start(source: Source, name: str, weights: str, size: int | None) -> Start:

@@ -160,6 +160,10 @@ class Settings:
         0.05, amount, f"highest learning rate, for {REFERENCE_BATCH} pictures a step: scaled to "
         "the batch in proportion", fixed=False,
     )  # fmt: skip
+    backbone_lr: float = option(
+        1.0, share, "learning rate of all but the output layer, as a share of --lr: less, such as "
+        "0.3, where many layers are trained",
+    )  # fmt: skip
     momentum: float = option(0.9, share, "momentum of SGD", fixed=False)
     weight_decay: float = option(1e-4, amount, "weight decay of SGD", fixed=False)
     warmup: float = option(0.1, share, "share of the steps in which the rate rises", fixed=False)

@@ -97,17 +97,29 @@ class Trainer:
         if not self.parameters:
             raise ValueError("the plan freezes everything: no parameter is left to train")
         self.optimizer = torch.optim.SGD(
-            self.parameters,
-            lr=settings.lr,
-            momentum=settings.momentum,
+            self._groups(len(classes)), momentum=settings.momentum,
             weight_decay=settings.weight_decay,
-        )
+        )  # fmt: skip
         self.sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # of losses, and count
         self.healthy = torch.ones((), dtype=torch.bool, device=self.device)
         self.testing: dict[Pictures, DataLoader] = {}  # their worker processes stay for the next
         self.stored: Source | None = None  # where batches come from instead of pictures
         self._train_mode()
         self.fewest = 2 if takes_statistics(self.model) else 1  # pictures of a batch
+
+    def _groups(self, outputs: int) -> list[dict]:
+        """The trained parameters, by the share of the learning rate that they have."""
+        settings = self.settings
+        head = {id(p) for p in models.output_parameters(self.model, outputs)}
+        shares = [1.0 if id(p) in head else settings.backbone_lr for p in self.parameters]
+        return [
+            {
+                "params": [p for p, s in zip(self.parameters, shares, strict=True) if s == share],
+                "lr": settings.lr * share,
+                "share": share,
+            }
+            for share in sorted(set(shares), reverse=True)
+        ]
 
     def record(self, data: Data, step: int, settings: Settings) -> dict:
         """The network, and what is needed to use it, as checkpoints hold them."""
@@ -173,7 +185,7 @@ class Trainer:
         """One step of SGD on this process's share of a batch."""
         self.seed(number)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["share"]
         self.optimizer.zero_grad()
         sums = self.gradients(None if batch is None else self.here(batch))
         if self.device.type == "cpu" or number % LOOK_EVERY == 0:

@@ -253,14 +253,16 @@ class Run:
                 f"{self.world.size}: their batches would differ"
             )
         self._check_data(found)
+        shares = [group["share"] for group in trainer.optimizer.param_groups]
         try:
             trainer.model.load_state_dict(found["model"])
             trainer.optimizer.load_state_dict(found["optimizer"])
         except (RuntimeError, ValueError) as error:
             why = str(error).strip().partition("\n")[0]
             raise ValueError(f"the checkpoint is of another network: {why}") from error
-        for group in trainer.optimizer.param_groups:
+        for group, share in zip(trainer.optimizer.param_groups, shares, strict=True):
             group |= {k: getattr(self.settings, k) for k in ("momentum", "weight_decay")}
+            group["share"] = share
         checkpoint.restore_methods(trainer.model, found["methods"][self.world.rank])
         trainer.sums.copy_(found["sums"])
         self.step, self.rows, self.seconds = found["step"], found["rows"], found["seconds"]
