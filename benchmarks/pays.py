@@ -193,7 +193,7 @@ def table(args: argparse.Namespace) -> str:
     results, lines = found(args), []
     for budget in args.budgets:
         for kind in (*PLANS, *SINGLE):
-            cells = [_cell(results.get((*column, budget, kind))) for column in COLUMNS]
+            cells = [_cell(results.get((*column, budget, kind)), kind) for column in COLUMNS]
             lines.append([budget, _told(kind), *cells, _against(results, budget, kind)])
     names = [", ".join(map(_told, column)) for column in COLUMNS]
     header = ["memory", "top-1 %", *names, "against planned"]
@@ -207,11 +207,12 @@ def _told(name: str) -> str:
     return f"`{SINGLE[name]!r}`" if name in SINGLE else NAMES.get(name, name)
 
 
-def _cell(results: list[dict] | None) -> str:
+def _cell(results: list[dict] | None, kind: str) -> str:
     if not results:
         return "not run"
+    layers = results[0]["trained layers"] + (kind in SINGLE)  # whose output layer was not counted
     some = f" ({len(results)} seeds)" if 1 < len(results) < len(accuracy.SEEDS) else ""
-    return f"{accuracy.spread(results)}{some}, {results[0]['trained layers']} layers"
+    return f"{accuracy.spread(results)}{some}, {layers} layers"
 
 
 def _against(results: dict, budget: str, kind: str) -> str:

@@ -66,7 +66,7 @@ def test_the_tables_tell_differences_their_errors_and_what_was_not_run(tmp_path)
     plain = re.sub(" +", " ", pays.table(args))
     kinds, best = (part.splitlines() for part in plain.split("\n\n"))
     exact = next(line for line in kinds if line.startswith("| 24MB | `Exact()`"))
-    assert "77.0 ± 1.4 (2 seeds), 3 layers" in exact and exact.count("not run") == 4
+    assert "77.0 ± 1.4 (2 seeds), 4 layers" in exact and exact.count("not run") == 4
     assert exact.endswith("| -5.50 ± 2.50 (2 of 6) |")
     # 80 +- 2.83 against 81 +- 1.41, two seeds each: (8 + 2) / 2 under the root
     assert best[2].count("-1.0 ± 2.2, `GalerkinFilter(grid=7)`") == 2
