@@ -118,13 +118,15 @@ def make(row: Row, args: argparse.Namespace) -> None:
     print(f"{row.plan}: {layers} layers trained, {held / 2**20:.1f} MB", flush=True)
 
 
-def example(row: Row, args: argparse.Namespace) -> tuple[nn.Module, Tensor, Tensor]:
-    """The network as training finds it, and one batch of its pictures."""
+def example(
+    row: Row, args: argparse.Namespace, pictures: int = BATCH
+) -> tuple[nn.Module, Tensor, Tensor]:
+    """The network as training finds it, and a batch of its pictures from all over."""
     settings = settings_of(row, args).changed(method="exact")
     data = runs.opened(settings)
     trainer = Trainer(settings, data.task, data.classes, ignore=data.ignore, level=data.augment)
     gf.revert(trainer.model)
-    places = torch.linspace(0, len(data.train) - 1, BATCH).long().tolist()
+    places = torch.linspace(0, len(data.train) - 1, pictures).long().tolist()
     images, targets = zip(*(trainer.change[False](*data.train[i]) for i in places), strict=True)
     return trainer.model, trainer.network.prepare(torch.stack(images)), torch.tensor(targets)
 
@@ -193,25 +195,26 @@ def table(args: argparse.Namespace) -> str:
     results, lines = found(args), []
     for budget in args.budgets:
         for kind in (*PLANS, *SINGLE):
-            cells = [_cell(results.get((*column, budget, kind))) for column in COLUMNS]
-            lines.append([budget, _told(kind), *cells, _against(results, budget, kind)])
-    names = [", ".join(map(_told, column)) for column in COLUMNS]
+            cells = [_cell(results.get((*column, budget, kind)), kind) for column in COLUMNS]
+            lines.append([budget, told(kind), *cells, _against(results, budget, kind)])
+    names = [told(*column) for column in COLUMNS]
     header = ["memory", "top-1 %", *names, "against planned"]
     best = [[b, *_lead(results, b)] for b in args.budgets]
     second = ["memory", *names, "mean"]
     return "\n\n".join([measure.table(header, lines), measure.table(second, best)])
 
 
-def _told(name: str) -> str:
-    """A kind, data set or network as the tables name it."""
-    return f"`{SINGLE[name]!r}`" if name in SINGLE else NAMES.get(name, name)
+def told(*names: str) -> str:
+    """Kinds, data sets or networks as the tables name them."""
+    return ", ".join(f"`{SINGLE[n]!r}`" if n in SINGLE else NAMES.get(n, n) for n in names)
 
 
-def _cell(results: list[dict] | None) -> str:
+def _cell(results: list[dict] | None, kind: str) -> str:
     if not results:
         return "not run"
+    layers = results[0]["trained layers"] + (kind in SINGLE)  # whose output layer was not counted
     some = f" ({len(results)} seeds)" if 1 < len(results) < len(accuracy.SEEDS) else ""
-    return f"{accuracy.spread(results)}{some}, {results[0]['trained layers']} layers"
+    return f"{accuracy.spread(results)}{some}, {layers} layers"
 
 
 def _against(results: dict, budget: str, kind: str) -> str:
@@ -232,8 +235,8 @@ def _lead(results: dict, budget: str) -> list[str]:
         best = max(rivals, key=lambda k: _score(results[(*column, budget, k)]))
         lead, error = _ahead(planned, results[(*column, budget, best)])
         leads.append(lead)
-        told = f" ± {error:.1f}" if error is not None else " (1 seed)"
-        cells.append(f"{lead:+.1f}{told}, {_told(best)}")
+        noise = f" ± {error:.1f}" if error is not None else " (1 seed)"
+        cells.append(f"{lead:+.1f}{noise}, {told(best)}")
     return [*cells, _mean(leads)]
 
 
@@ -273,7 +276,7 @@ def plot(args: argparse.Namespace) -> None:
         best = max([_score(v) for v in panel.values()], default=SHOWN)
         for number, kind in enumerate((*SINGLE, *reversed(PLANS))):  # the planned one on top
             _curve(axis, [v for k, v in panel.items() if k[3] == kind], kind, f"C{number}")
-        axis.set(title=f"{_told(data)}, {_told(net)}", ylim=(best - SHOWN, best + 2))
+        axis.set(title=told(data, net), ylim=(best - SHOWN, best + 2))
         axis.set(xlabel="memory of a step, MB", ylabel="top-1, %", xscale="log")
         ticks = [float(budget.removesuffix("MB")) for budget in args.budgets]
         axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
@@ -290,7 +293,7 @@ def _curve(axis, several: list[list[dict]], kind: str, colour: str) -> None:
     values = [[100 * r["headline"] for r in results] for results in several]
     errors = [statistics.stdev(v) if len(v) > 1 else 0 for v in values]
     style = {"marker": "o", "capsize": 3, "linewidth": 2.5 if kind == PLANNED else 1.2}
-    axis.errorbar(memory, means, errors, label=_told(kind).strip("`"), color=colour, **style)
+    axis.errorbar(memory, means, errors, label=told(kind).strip("`"), color=colour, **style)
 
 
 def parser() -> argparse.ArgumentParser:

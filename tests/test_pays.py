@@ -14,6 +14,7 @@ import torch  # noqa: E402
 from PIL import Image  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import agreement  # noqa: E402
 import pays  # noqa: E402
 import runs  # noqa: E402
 
@@ -66,7 +67,7 @@ def test_the_tables_tell_differences_their_errors_and_what_was_not_run(tmp_path)
     plain = re.sub(" +", " ", pays.table(args))
     kinds, best = (part.splitlines() for part in plain.split("\n\n"))
     exact = next(line for line in kinds if line.startswith("| 24MB | `Exact()`"))
-    assert "77.0 ± 1.4 (2 seeds), 3 layers" in exact and exact.count("not run") == 4
+    assert "77.0 ± 1.4 (2 seeds), 4 layers" in exact and exact.count("not run") == 4
     assert exact.endswith("| -5.50 ± 2.50 (2 of 6) |")
     # 80 +- 2.83 against 81 +- 1.41, two seeds each: (8 + 2) / 2 under the root
     assert best[2].count("-1.0 ± 2.2, `GalerkinFilter(grid=7)`") == 2
@@ -104,3 +105,22 @@ def test_a_run_is_of_the_part_of_the_data_that_its_settings_name(tmp_path):
     assert runs.opened(eighth) is runs.opened(eighth.changed(epochs=3))
     assert pays.OPTIONS["cifar10"].keys() == {"epochs", "split", "parts"}
     assert torch.equal(runs.opened(settings).test.labels, torch.tensor([0, 0, 1, 1]))
+
+
+def test_what_batches_agree_on():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(16, 3)
+    )
+    one, other = ((torch.randn(2, 3, 4, 4), torch.tensor([0, 1])) for _ in range(2))
+    same = agreement.products(model, [one, one])
+    assert all(shared == pytest.approx(energy) for energy, shared in same.values())
+    energy, shared = agreement.products(model, [one, other])["0"]
+    grads = [
+        torch.autograd.grad(torch.nn.functional.cross_entropy(model(x), t), model[0].weight)[0]
+        for x, t in (one, other)
+    ]
+    assert energy == pytest.approx(float(sum(g.square().sum() for g in grads) / 2), rel=1e-5)
+    assert shared == pytest.approx(float((grads[0] * grads[1]).sum()), rel=1e-5)
+    layers = {"a": [3.0, 0.0], "b": [1.0, 0.0], "c": [2.0, 0.5], "d": [2.0, 1.0]}
+    assert "38%, +0.00" in (line := agreement.table({"net": layers})) and "25%, +0.25" in line
