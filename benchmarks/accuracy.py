@@ -150,7 +150,7 @@ def settings_of(row: Row, args: argparse.Namespace) -> Settings:
         **DATA[row.data].options,
         **method,
     )
-    given = {"size": args.size, "lr": args.lr}
+    given = {"size": args.size, "lr": args.lr, "backbone_lr": args.backbone_lr}
     return settings.changed(**{k: v for k, v in given.items() if v})
 
 
@@ -246,13 +246,24 @@ def parser() -> argparse.ArgumentParser:
     runs.add_arguments(p, RESULTS)
     p.add_argument("--size", type=int, help="image side, where not the network's own")
     p.add_argument("--lr", type=float, help="learning rate, where not the recipe's")
+    add_backbone_rate(p)
     return p
+
+
+def add_backbone_rate(p: argparse.ArgumentParser) -> None:
+    help = "share of the learning rate that all but the output layer have"
+    p.add_argument("--backbone-lr", type=float, default=1.0, help=help)
+
+
+def backbone_rate(args: argparse.Namespace) -> str:
+    """What the name of a row's file says of it."""
+    return "" if args.backbone_lr == 1 else f"-backbone{args.backbone_lr:g}"
 
 
 def file_of(row: Row, args: argparse.Namespace) -> Path:
     size = f"-{args.size}px" if args.size else ""
     rate = f"-lr{args.lr:g}" if args.lr else ""
-    return args.results / f"{row.name}{size}{rate}.json"
+    return args.results / f"{row.name}{size}{rate}{backbone_rate(args)}.json"
 
 
 def main(argv: list[str] | None = None) -> int:

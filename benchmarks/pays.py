@@ -175,15 +175,19 @@ def run_of(row: Row, args: argparse.Namespace) -> runs.Run:
     plans = args.results / "plans"
     about = json.loads((plans / f"{row.plan}.about.json").read_text())
     settings = settings_of(row, args, plan=str(plans / f"{row.plan}.json"))
-    path, stride = args.results / f"{row.name}.json", STRIDE.get(row.data, 1)
-    return runs.Run(settings, path, {"row": vars(row)} | about, stride)
+    about |= {"row": vars(row)}
+    return runs.Run(settings, file_of(row, args), about, STRIDE.get(row.data, 1))
+
+
+def file_of(row: Row, args: argparse.Namespace) -> Path:
+    return args.results / f"{row.name}{accuracy.backbone_rate(args)}.json"
 
 
 def found(args: argparse.Namespace) -> dict[tuple, list[dict]]:
     """What was run, by data, network, budget and kind; equal plans have one run."""
     results: dict[tuple, list[dict]] = {}
     for row in rows(args.budgets):
-        path = args.results / f"{shared(row, args).name}.json"
+        path = file_of(shared(row, args), args)
         if path.exists():
             key = row.data, row.model, row.budget, row.kind
             results.setdefault(key, []).append(json.loads(path.read_text()))
@@ -305,6 +309,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--plot", type=Path, help="picture of the results")
     p.add_argument("--budgets", nargs="+", default=BUDGETS, metavar="MB", help="such as 80MB")
     p.add_argument("--size", type=int, default=SIZE, help="image side")
+    accuracy.add_backbone_rate(p)
     p.set_defaults(lr=None)
     return p
 
