@@ -25,6 +25,7 @@ __all__ = [
     "depthwise",
     "depthwise_grid_backward",
     "epilogue",
+    "joined",
     "max_pool",
     "max_pool_grid_backward",
     "patch_mean",
@@ -127,6 +128,16 @@ slope_backward = _dispatched(eager.slope_backward)
 spread = _dispatched(eager.spread)
 
 
+def joined(x: Tensor) -> ModuleType | None:
+    """The backend that has `pointwise` and `pointwise_grid_backward` for maps like this one.
+
+    They do at once what `convolve` and `epilogue`, `slope_backward`, the two matrix products and
+    `row_dots` do one after another.
+    """
+    backend = _backend(x)
+    return backend if backend is cpu and cpu.multiplies() else None
+
+
 def row_dots(a: Tensor, b: Tensor, out: Tensor) -> None:
     """<a[o], b[o]> of two weights [O, C, kh, kw], whatever their layouts, into out [O]."""
     floats = a.dtype is torch.float32 and b.dtype is torch.float32
@@ -143,7 +154,8 @@ def status() -> dict[str, str]:
     if isinstance(library, cpu_library.Unavailable):
         found = {"cpu": f"eager: {library}"}
     else:
-        found = {"cpu": str(library.path), "isa": library.isa, "threads": library.threads}
+        found = {"cpu": str(library.path), "isa": library.isa}
+        found |= {"threads": library.threads, "products": library.products}
     if not torch.cuda.is_available():
         return found | {"cuda": "no CUDA device"}
     triton = _triton()

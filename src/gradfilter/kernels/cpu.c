@@ -8,7 +8,8 @@
  * Threads come from outside: gf_set_fork receives the fork primitive of the OpenMP runtime that
  * PyTorch already runs (GOMP_parallel), so there is one thread pool in the process, not two, and
  * no OpenMP is needed to build this. Work is cut into items that each own their outputs, so
- * results do not depend on the number of threads.
+ * results do not depend on the number of threads. Likewise gf_set_product receives the matrix
+ * product that PyTorch multiplies by.
  */
 #ifndef ISA
 
@@ -45,6 +46,9 @@ enum { NONE, RELU, RELU6, HARDSWISH, HARDSIGMOID, SILU, SIGMOID, GELU, GELU_TANH
 #define SLICE 256
 /* Bytes of the first cache that a depthwise convolution plans with. */
 #define CACHE 40000
+/* Floats of a 1x1 layer's output that one thread computes before it goes over them again, so that
+ * they are still in the second cache. */
+#define STRIP 98304
 
 /* ---- threads ---- */
 
@@ -81,6 +85,25 @@ static void run(range_fn fn, const void *job, idx items, idx floats, int threads
     fork_team(member, &team, (unsigned)min_idx(threads, items), 0);
 }
 
+/* ---- matrix products ---- */
+
+/* Fortran's sgemm. Its integers are passed as 64-bit ones, whose first half is the 32-bit one. */
+typedef void (*product_fn)(const char *trans_a, const char *trans_b, const idx *m, const idx *n,
+                           const idx *k, const float *alpha, const float *a, const idx *lda,
+                           const float *b, const idx *ldb, const float *beta, float *c,
+                           const idx *ldc);
+
+static product_fn product;
+
+EXPORT void gf_set_product(product_fn fn) { product = fn; }
+
+/* c = alpha * op(a) op(b), columns first in memory: op(a) is m x k, op(b) k x n, c is dense. */
+static void multiply(const char *trans_a, const char *trans_b, idx m, idx n, idx k, float alpha,
+                     const float *a, idx lda, const float *b, idx ldb, float *c) {
+    const float beta = 0;
+    product(trans_a, trans_b, &m, &n, &k, &alpha, a, &lda, b, &ldb, &beta, c, &m);
+}
+
 /* Aligned memory, in bytes; NULL when there is none. */
 static void *scratch(idx bytes) {
     return aligned_alloc(64, (size_t)ceil_div(max_idx(bytes, 1), 64) * 64);
@@ -102,6 +125,18 @@ struct epilogue_job {
     int act;
     float parameter;
 };
+
+/* The items of a job from `begin` on. */
+struct part {
+    range_fn fn;
+    const void *job;
+    idx begin;
+};
+
+static void part_items(const void *arg, idx begin, idx end) {
+    const struct part *part = arg;
+    part->fn(part->job, part->begin + begin, part->begin + end);
+}
 
 struct mean_job {
     const float *x;
@@ -318,6 +353,24 @@ EXPORT int gf_epilogue(float *y, const float *residual, const float *scale, cons
     return 0;
 }
 
+/* y[pixel] = w x[pixel], w [C][K], then the epilogue; a few patch rows at a time. */
+EXPORT int gf_pointwise(const float *x, const float *w, const float *residual, const float *scale,
+                        const float *shift, float *y, float *mean, float *slope, idx N, idx H, idx W,
+                        idx K, idx C, idx rh, idx rw, int act, float parameter, int threads) {
+    if (!mean) rh = 4;
+    const idx P = ceil_div(H, rh), tile = max_idx(1, threads * STRIP / (rh * W * C));
+    struct epilogue_job job = {y, residual, scale, shift, mean, slope, H, W, C, rh, rw, act, parameter};
+    for (idx item = 0; item < N * P; item += tile) {
+        const idx end = min_idx(item + tile, N * P);
+        const idx first = item / P * H + item % P * rh, last = end / P * H + end % P * rh;
+        multiply("T", "N", C, (last - first) * W, K, 1, w, K, x + first * W * K, K,
+                 y + first * W * C);
+        struct part part = {chosen->epilogue, &job, item};
+        run(part_items, &part, end - item, (last - first) * W * C, threads);
+    }
+    return 0;
+}
+
 /* geometry: kh kw sh sw top left dh dw, see struct depthwise_job */
 EXPORT int gf_depthwise(const float *x, const float *w, const float *scale, const float *shift,
                         float *y, float *mean, float *slope, idx N, idx H, idx W, idx C, idx OH,
@@ -444,18 +497,42 @@ EXPORT int gf_slope_backward(const float *g, const float *slope, const float *sc
     return 0;
 }
 
+EXPORT int gf_row_dots(const float *a, const float *b, float *dots, idx rows, idx K, int threads) {
+    struct dots_job job = {a, b, dots, K};
+    run(chosen->row_dots, &job, rows, 2 * rows * K, threads);
+    return 0;
+}
+
+/* Of a 1x1 layer w [C][K] whose patches match one to one: slope_backward (without z and area), then
+ * from its result s: gx = into_gx s w, gw = into_gw s^T x, dots = <gw, w> by rows of w. Any of
+ * z, sum, gx, gw and dots may be NULL, dots must be where gw is. */
+EXPORT int gf_pointwise_backward(const float *g, const float *slope, const float *scale, float whole,
+                                 float *z, float *sum, const float *x, const float *w, float *gx,
+                                 float *gw, float *dots, float into_gx, float into_gw, idx N,
+                                 idx cells, idx K, idx C, int act, int threads) {
+    float *space = NULL, *sloped = z;
+    if (scale || (slope && !z)) {
+        space = scratch(N * cells * C * 4);
+        if (!space) return -1;
+        if (!scale) sloped = space;
+    }
+    const float *s = scale ? space : slope ? sloped : g;
+    if (slope || scale || sum)
+        gf_slope_backward(g, slope, scale, NULL, whole, sloped, scale ? space : NULL, sum, N, cells,
+                          C, act, threads);
+    if (gx) multiply("N", "N", K, N * cells, C, into_gx, w, K, s, C, gx);
+    if (gw) multiply("N", "T", K, C, N * cells, into_gw, x, K, s, C, gw);
+    if (dots) gf_row_dots(gw, w, dots, C, K, threads);
+    free(space);
+    return 0;
+}
+
 EXPORT int gf_spread(const float *g, const float *taps_h, const float *taps_w, float *seen, idx N,
                      idx O, idx P1, idx P2, idx Q1, idx Q2, idx kh, idx kw, int threads) {
     int failed = 0;
     struct spread_job job = {g, taps_h, taps_w, seen, O, P1, P2, Q1, Q2, kh, kw, &failed};
     run(chosen->spread, &job, N * Q1, N * Q1 * Q2 * O * kh * kw, threads);
     return failed ? -1 : 0;
-}
-
-EXPORT int gf_row_dots(const float *a, const float *b, float *dots, idx rows, idx K, int threads) {
-    struct dots_job job = {a, b, dots, K};
-    run(chosen->row_dots, &job, rows, 2 * rows * K, threads);
-    return 0;
 }
 
 /* geometry: kh kw sh sw ph pw dh dw rh_in rw_in rh_out rw_out D1 D2 */
@@ -685,6 +762,57 @@ static void test_slope_backward(const struct geometry *t) {
     free(g), free(slope), free(scale), free(area);
 }
 
+static void naive_product(const char *ta, const char *tb, const idx *m, const idx *n, const idx *k,
+                          const float *alpha, const float *a, const idx *lda, const float *b,
+                          const idx *ldb, const float *beta, float *c, const idx *ldc) {
+    for (idx i = 0; i < *m; i++)
+        for (idx j = 0; j < *n; j++) {
+            double sum = 0;
+            for (idx l = 0; l < *k; l++)
+                sum += (double)(*ta == 'N' ? a[l * *lda + i] : a[i * *lda + l]) *
+                       (*tb == 'N' ? b[j * *ldb + l] : b[l * *ldb + j]);
+            c[j * *ldc + i] = (float)(*alpha * sum + (*beta ? *beta * c[j * *ldc + i] : 0));
+        }
+}
+
+static void test_pointwise(const struct geometry *t) {
+    const idx C = t->C, K = t->k + 4, pixels = t->N * t->H * t->W, count = pixels * C;
+    const idx cells = t->N * ceil_div(t->H, t->r_out) * ceil_div(t->W, t->r_out) * C;
+    float *x = drawn(pixels * K), *w = drawn(C * K), *residual = drawn(count);
+    float *scale = drawn(C), *shift = drawn(C);
+    float *a = poison(count), *mean = poison(cells), *slope = poison(cells);
+    double *y = zeroed(count * 8);
+    for (idx i = 0; i < count * K; i++)
+        y[i / K] += (double)x[i / K / C * K + i % K] * w[i / K % C * K + i % K];
+    gf_pointwise(x, w, residual, scale, shift, a, mean, t->act == NONE ? NULL : slope, t->N, t->H,
+                 t->W, K, C, t->r_out, t->r_out, t->act, 0.1f, 1);
+    check_stats("pointwise", t, y, t->H, t->W, scale, shift, residual, a, mean, slope);
+    free(residual), free(shift), free(y);
+
+    float *g = drawn(count), *df = drawn(count), *gx = poison(pixels * K), *gw = poison(C * K);
+    float *z = poison(count), *sum = poison(C), *dots = poison(C);
+    double *want_z = zeroed(count * 8), *want_sum = zeroed(C * 8), *want_dots = zeroed(C * 8);
+    double *want_gx = zeroed(pixels * K * 8), *want_gw = zeroed(C * K * 8);
+    for (idx i = 0; i < count; i++) {
+        want_z[i] = (double)g[i] * df[i];
+        want_sum[i % C] += want_z[i] * 4;
+        for (idx k = 0; k < K; k++) {
+            const double s = want_z[i] * scale[i % C];
+            want_gx[i / C * K + k] += 2 * s * w[i % C * K + k];
+            want_gw[i % C * K + k] += 3 * s * x[i / C * K + k];
+        }
+    }
+    for (idx i = 0; i < C * K; i++) want_dots[i / K] += want_gw[i] * w[i];
+    gf_pointwise_backward(g, df, scale, 4, z, sum, x, w, gx, gw, dots, 2, 3, t->N, t->H * t->W, K, C,
+                          NONE, 1);
+    compare("pointwise_backward z", z, want_z, count);
+    compare("pointwise_backward sum", sum, want_sum, C);
+    compare("pointwise_backward gx", gx, want_gx, pixels * K);
+    compare("pointwise_backward gw", gw, want_gw, C * K);
+    compare("pointwise_backward dots", dots, want_dots, C);
+    free(x), free(w), free(scale), free(g), free(df);
+}
+
 static void test_spread(const struct geometry *t) {
     const idx P1 = ceil_div(out_size(t, t->H), t->r_out), P2 = ceil_div(out_size(t, t->W), t->r_out);
     const idx Q1 = ceil_div(t->H, t->r_in), Q2 = ceil_div(t->W, t->r_in), C = t->C, k = t->k;
@@ -743,6 +871,7 @@ static void test_max_pool(const struct geometry *t) {
 }
 
 int main(void) {
+    gf_set_product(naive_product);
     const struct geometry cases[] = {
         /* N   C   H   W  k  s  d before after r_in r_out act */
         {2, 16, 14, 14, 3, 1, 1, 1, 1, 2, 2, RELU6},  {1, 37, 15, 11, 3, 2, 1, 1, 1, 4, 2, SILU},
@@ -760,6 +889,7 @@ int main(void) {
             test_depthwise(&cases[j]);
             test_grid_backward(&cases[j]);
             test_slope_backward(&cases[j]);
+            test_pointwise(&cases[j]);
             test_spread(&cases[j]);
             test_max_pool(&cases[j]);
         }

@@ -107,6 +107,40 @@ def epilogue(
     return y, mean, slope
 
 
+def multiplies() -> bool:
+    """Whether `pointwise` and `pointwise_grid_backward` can run here."""
+    return library().multiplies
+
+
+def pointwise(
+    x: Tensor,
+    w: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    act: Act,
+    side: Pair,
+    residual: Tensor | None = None,
+    stats: bool = True,
+) -> Stats:
+    """A 1x1 convolution by w [O, C, 1, 1], then `epilogue`, in one pass over the output."""
+    name, parameter = activation(act)
+    (n, c, h, width), o = x.shape, len(w)
+    if residual is not None:
+        if residual.shape != (n, o, h, width):
+            raise ValueError(f"residual {tuple(residual.shape)} does not match the output")
+        residual = _channels_last(residual)
+    x, w = _channels_last(x), _floats(w, o * c)
+    scale, shift = _vectors(scale, shift, o)
+    y = _map(n, o, h, width)
+    mean, slope = _statistics(y.shape, side, name, stats)
+    _check(library().gf_pointwise(
+        x.data_ptr(), w.data_ptr(), _pointer(residual), _pointer(scale), _pointer(shift),
+        y.data_ptr(), _pointer(mean), _pointer(slope), n, h, width, c, o, *side, ACTS[name],
+        parameter, torch.get_num_threads(),
+    ))
+    return y, mean, slope
+
+
 def depthwise(
     x: Tensor,
     w: Tensor,
@@ -234,6 +268,41 @@ def slope_backward(
     ))
     z = g if slope is None else z
     return z, z if scaled is None else scaled
+
+
+def pointwise_grid_backward(
+    g: Tensor,
+    slope: Tensor | None,
+    scale: Tensor | None,
+    area: float,
+    x: Tensor | None,
+    w: Tensor,
+    into: tuple[float, float],
+    sums: Tensor | None = None,
+    dots: Tensor | None = None,
+    need_z: bool = True,
+    need_gx: bool = True,
+    need_gw: bool = True,
+    act: str = "none",
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """`slope_backward`, and from its second result s both gradients of a 1x1 convolution.
+
+    z, gx = into[0] * s w, gw = into[1] * s^T x; <gw[o], w[o]> into `dots` where it is given.
+    """
+    (n, o, p, q), c = g.shape, w.shape[1]
+    slope = None if slope is None else _channels_last(slope)
+    scale, _ = _vectors(scale, None, o)
+    g, w = _channels_last(g), _floats(w, o * c)
+    x = _channels_last(x) if need_gw else None
+    z = _map(n, o, p, q) if slope is not None and need_z else None
+    gx = _map(n, c, p, q) if need_gx else None
+    gw = torch.empty(w.shape) if need_gw else None
+    _check(library().gf_pointwise_backward(
+        g.data_ptr(), _pointer(slope), _pointer(scale), area, _pointer(z), _written(sums, o),
+        _pointer(x), w.data_ptr(), _pointer(gx), _pointer(gw), _written(dots, o), *into,
+        n, p * q, c, o, ACTS[act], torch.get_num_threads(),
+    ))
+    return g if slope is None else z, gx, gw
 
 
 def spread(g: Tensor, taps_h: Tensor, taps_w: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import torch
+
 SOURCE = Path(__file__).with_name("cpu.c")
 # As in setup.py. No -ffast-math: NaN and infinity must come through.
 FLAGS = ["-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
@@ -25,10 +27,12 @@ _P, _N, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _ARGTYPES = {
     "gf_patch_mean": [_P] * 2 + [_N] * 6 + [_I],
     "gf_epilogue": [_P] * 6 + [_N] * 6 + [_I, _F, _I],
+    "gf_pointwise": [_P] * 8 + [_N] * 7 + [_I, _F, _I],
     "gf_depthwise": [_P] * 7 + [_N] * 6 + [_P] + [_N] * 2 + [_I, _F, _I],
     "gf_grid_backward": [_P] * 7 + [_N] * 8 + [_I],
     "gf_max_pool": [_P] * 8 + [_N] * 6 + [_P, _I, _F, _I],
     "gf_slope_backward": [_P] * 4 + [_F] + [_P] * 3 + [_N] * 3 + [_I] * 2,
+    "gf_pointwise_backward": [_P] * 3 + [_F] + [_P] * 7 + [_F] * 2 + [_N] * 4 + [_I] * 2,
     "gf_spread": [_P] * 4 + [_N] * 8 + [_I],
     "gf_row_dots": [_P] * 3 + [_N] * 2 + [_I],
     "gf_pool_grid_backward": [_P] * 5 + [_N] * 8 + [_I],
@@ -52,9 +56,16 @@ def _installed(source_hash: str | None) -> Path | None:
     """The library built with the package, unless cpu.c has changed since."""
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
         path = SOURCE.with_name("_cpu" + suffix)
-        if path.exists() and source_hash in (None, _open(path).gf_source().decode()):
+        if path.exists() and source_hash in (None, _source_of(path)):
             return path
     return None
+
+
+def _source_of(path: Path) -> str:
+    """The hash of the cpu.c that a library was built from; an old one may lack newer kernels."""
+    source = ctypes.CDLL(str(path)).gf_source
+    source.restype = ctypes.c_char_p
+    return source().decode()
 
 
 def compile_into(path: Path, source_hash: str) -> None:
@@ -92,6 +103,20 @@ def _find() -> Path:
     return path
 
 
+def _product():
+    """The sgemm that PyTorch multiplies by, where it lets others call it.
+
+    Elsewhere than on x86-64 PyTorch may multiply by something faster.
+    """
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return None
+    try:
+        torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    except OSError:
+        return None
+    return getattr(torch_cpu, "sgemm_", None)
+
+
 class Library:
     """The loaded library: its path, instruction set, threads, and functions."""
 
@@ -108,6 +133,11 @@ class Library:
         self.threads = "PyTorch's OpenMP pool" if fork else "one (no GOMP_parallel in the process)"
         if fork:
             handle.gf_set_fork(fork)
+        product = _product()
+        self.multiplies = product is not None
+        self.products = "PyTorch's sgemm" if product else "none to call: PyTorch multiplies"
+        if product:
+            handle.gf_set_product(product)
         for name in _ARGTYPES:
             setattr(self, name, getattr(handle, name))
 

@@ -34,6 +34,8 @@ class Placed:
     side: Pair
     area: Tensor | float
     grid: grid.GridConv
+    pointwise: bool  # a matrix product, with no max-pool behind it
+    factors: tuple[float, float] | None  # see GridConv; where all patches are whole
     pooled: Pair | None  # patch side behind a max-pool
     reach: list[list[int]] | None
 
@@ -89,7 +91,9 @@ class Conv(Step):
         if self.pool is not None:
             pooled = grid.side(method, self.pool.size(size))
             reach = self.pool.reach(size, side, pooled)
-        return Placed(op, size, side, area, conv, pooled, reach)
+        pointwise = op.pointwise and op.stride == (1, 1) and op.groups == 1 and self.pool is None
+        factors = conv.factors if isinstance(area, float) else None
+        return Placed(op, size, side, area, conv, pointwise, factors, pooled, reach)
 
     def forward(self, c):
         x = c.dense[self.inputs[0]]
@@ -110,6 +114,10 @@ class Conv(Step):
             if last:
                 return self._finish(c, *result)
             y = result[0]
+        elif place.pointwise and not batch and (backend := kernels.joined(x)):
+            residual = None if self.residual is None else c.dense[self.residual]
+            result = backend.pointwise(x, w, scale, shift, self.act, side, residual, keep)
+            return self._finish(c, *result)
         else:
             y = kernels.convolve(x, w, op)
         if batch:
@@ -171,12 +179,29 @@ class Conv(Step):
         if self._output_tells(c):
             slope, act = c.mean(self.out), self.act[0]
         scale = fold.scale if fold else None
-        z, g = kernels.slope_backward(g, slope, scale, place.area, sums, add, act)
+        if place.factors and not batch and (backend := kernels.joined(g)):
+            x, w = c.mean(self.inputs[0]) if wants.gw else None, c.weight(self.module, g)
+            z, gx, gw = backend.pointwise_grid_backward(
+                g, slope, scale, place.area, x, w, place.factors, sums,
+                fold.dots if wants.gamma else None, add, wants.gx, wants.gw, act,
+            )  # fmt: skip
+        else:
+            z, g = kernels.slope_backward(g, slope, scale, place.area, sums, add, act)
+            if batch:
+                g = self._batch_norm_backward(c, g, place)
+                if wants.bias:
+                    sums = grid.pixel_sum(g, place.area)
+            gx, gw = self._convolution_backward(c, g, place, fold)
         if add:
             c.add(self.residual, z)
-        if batch:
-            g = self._batch_norm_backward(c, g, place)
-        self._convolution_backward(c, g, sums, place, fold)
+        if wants.gx:
+            c.add(self.inputs[0], gx)
+        if wants.gw:
+            c.gradient(self.module, "weight", gw)
+        if fold:
+            c.folded.reached.add(self.out)
+        if wants.bias:
+            c.gradient(self.module, "bias", sums * fold.scale if fold else sums)
 
     def _unpool(self, c, g, place):
         route = c.kept(self, "route")
@@ -193,22 +218,14 @@ class Conv(Step):
         centred = g - (g_beta[:, None, None] + normal * g_gamma[:, None, None]) / pixels
         return centred * (rstd if gamma is None else rstd * gamma)[:, None, None]
 
-    def _convolution_backward(self, c, g, sums, place, fold):
-        """Both gradients on the grid, and what the folded batch norm's are made of."""
-        x, w, wants = self.inputs[0], c.weight(self.module, g), c.wiring.of[self.out]
-        mean = c.mean(x) if wants.gw else None
+    def _convolution_backward(self, c, g, place, fold):
+        """Both gradients on the grid, and what gamma's is made of."""
+        w, wants = c.weight(self.module, g), c.wiring.of[self.out]
+        mean = c.mean(self.inputs[0]) if wants.gw else None
         gx, gw = place.grid.backward(g, mean, w, wants.gx, wants.gw)
-        if wants.gx:
-            c.add(x, gx)
-        if wants.gw:
-            c.gradient(self.module, "weight", gw)
-        if fold:
-            c.folded.reached.add(self.out)
-            if wants.gamma:
-                place.grid.dots(gw, w, fold.dots)
-        if wants.bias:
-            g_bias = grid.pixel_sum(g, place.area) if sums is None else sums
-            c.gradient(self.module, "bias", g_bias * fold.scale if fold else g_bias)
+        if fold and wants.gamma:
+            place.grid.dots(gw, w, fold.dots)
+        return gx, gw
 
 
 def batch_norm(norm: nn.Module, x: Tensor) -> Tensor:

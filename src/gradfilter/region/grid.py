@@ -68,6 +68,9 @@ def _rows(x: Tensor) -> Tensor:
 class GridConv:
     """Both gradients of one convolution on the grid."""
 
+    # of gx = factor * g w and gw = factor * g^T x, where two matrix products are all there is to it
+    factors: tuple[float, float] | None = None
+
     def backward(
         self, g: Tensor, x: Tensor | None, w: Tensor, need_gx: bool, need_gw: bool
     ) -> tuple[Tensor | None, Tensor | None]:
@@ -102,6 +105,8 @@ class _Galerkin(GridConv):
         self.area = areas(method, x_size, dtype, device)
         self.diagonal = _diagonal(self.taps)
         self.regular = None if self.diagonal is not None else _regular(self.taps, sides, op)
+        if op.groups == 1 and isinstance(self.diagonal, float) and isinstance(self.area, float):
+            self.factors = self.diagonal / self.area, self.diagonal
 
     def backward(self, g, x, w, need_gx, need_gw):
         if not (need_gx or need_gw):
@@ -289,6 +294,8 @@ class _Filtered(GridConv):
         self.cells = tuple(divide_up(s, method.patch) for s in x_size)
         self.whole = op.stride == (1, 1) and self.count == self.cells
         self.area = areas(method, x_size, dtype, device)
+        if op.pointwise and op.groups == 1 and self.whole and isinstance(self.area, float):
+            self.factors = 1.0, self.area
         if not self.whole and isinstance(self.area, float):
             rows, columns = (
                 overlap(device, s, n, method.patch).to(dtype)
