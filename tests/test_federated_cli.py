@@ -15,7 +15,7 @@ pytest.importorskip("torchvision")
 import tiny  # noqa: E402
 from commands import gradfilter, mistake  # noqa: E402
 
-from gradfilter.federated import client, flower, launch, settings  # noqa: E402
+from gradfilter.federated import client, flower, launch, processes, settings  # noqa: E402
 from gradfilter.recipes.trainer import Trainer  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("tiny_networks", "fresh_clients")
@@ -231,6 +231,6 @@ def test_without_flower(photos, tmp_path, monkeypatch, capsys):
 def test_the_environment_is_quiet_unless_the_user_wants_otherwise(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_TELEMETRY_ENABLED", "1")
     monkeypatch.setenv("FLWR_HOME", "/somewhere/else")  # its config knows nothing of our server
-    found = flower.environment(tmp_path)
+    found = processes.environment(tmp_path)
     assert found["FLWR_TELEMETRY_ENABLED"] == "1" and found["RAY_USAGE_STATS_ENABLED"] == "0"
     assert found["FLWR_HOME"] == str(tmp_path)

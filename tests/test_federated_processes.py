@@ -153,6 +153,21 @@ def test_simulation(programs, pictures, tmp_path):
     assert not left_over(out)
 
 
+def test_a_simulation_whose_command_was_killed_goes_on(programs, pictures, tmp_path):
+    out = tmp_path / "run"
+    line = ["federate", "--simulate", 2, "--data", pictures, *QUICK, "--rounds", 3, "--out", out]
+    programs.start("run", *line)
+    programs.wait_for("run", "round 1/3")
+    programs.running["run"].kill()
+    programs.wait("run")
+    assert left_over(out)  # what it began goes on, until
+    programs.start("again", "federate", "--resume", out)
+    assert programs.wait("again") == 0, programs.said("again")
+    assert "going on after round" in programs.said("again")
+    assert [r["round"] for r in rows(out, "rounds.csv")] == ["0", "1", "2", "3"]
+    assert not left_over(out)
+
+
 def test_deployment(programs, pictures, tmp_path):
     """A key that is not known, a client killed, a late one, one that answers nonsense, a server
     killed and started again."""

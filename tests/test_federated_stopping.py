@@ -12,7 +12,7 @@ pytest.importorskip("torchvision")
 
 from commands import gradfilter  # noqa: E402
 
-from gradfilter.federated import flower, launch  # noqa: E402
+from gradfilter.federated import flower, launch, processes  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("tiny_networks", "fresh_clients")
 
@@ -67,7 +67,7 @@ def test_ctrl_c_stops_the_run_on_the_server(
     assert server.told == [("stop", "7", flower.CONNECTION)]
     err = capsys.readouterr().err
     assert told in err and f"--resume {tmp_path / 'run'}" in err
-    by_hand = f"FLWR_HOME={server.home} {flower.program('flwr')} stop 7 {flower.CONNECTION}"
+    by_hand = f"FLWR_HOME={server.home} {processes.program('flwr')} stop 7 {flower.CONNECTION}"
     assert (by_hand in err) == ("stop it with" in told)
 
 
@@ -96,10 +96,10 @@ def test_ctrl_c_does_not_reach_the_programs_of_flower(tmp_path, monkeypatch):
 def test_a_terminal_that_is_closed_is_as_ctrl_c():
     before = signal.signal(signal.SIGHUP, lambda *_: None)
     try:
-        with pytest.raises(KeyboardInterrupt), flower.terminable():
+        with pytest.raises(KeyboardInterrupt), processes.terminable():
             os.kill(os.getpid(), signal.SIGHUP)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
-        with flower.terminable():
+        with processes.terminable():
             os.kill(os.getpid(), signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:

@@ -81,12 +81,12 @@ def federate_keys_arguments(parser: argparse.ArgumentParser) -> None:
 def federate_server(args: argparse.Namespace) -> None:
     """run the server that devices connect to, until Ctrl-C"""
     from gradfilter.cli import UserError, user_errors
-    from gradfilter.federated import flower, nodes
+    from gradfilter.federated import flower, nodes, processes
 
     if args.keys is None and not args.insecure:
         raise UserError("--keys DIR (of gradfilter federate-keys), or --insecure to do without")
     try:
-        with user_errors(ValueError, OSError), flower.terminable():
+        with user_errors(ValueError, OSError), processes.terminable():
             nodes.serve(args.keys, args.host, args.port, args.state)
     except flower.FlowerError as error:
         print(f"gradfilter federate-server: {error}", file=sys.stderr)
@@ -108,7 +108,7 @@ def federate_server_arguments(parser: argparse.ArgumentParser) -> None:
 def federate_client(args: argparse.Namespace) -> None:
     """take part with this device's pictures, until Ctrl-C"""
     from gradfilter.cli import UserError, user_errors
-    from gradfilter.federated import flower, nodes
+    from gradfilter.federated import nodes, processes
 
     if args.keys is None and not args.insecure:
         raise UserError("--keys DIR (this device's own), or --insecure where the server is")
@@ -116,13 +116,13 @@ def federate_client(args: argparse.Namespace) -> None:
         raise UserError("which pictures? --data FOLDER of its own, or --part I --parts N")
     if args.part is not None and args.part >= args.parts:
         raise UserError(f"part must be 0 to {args.parts - 1} of {args.parts} parts")
-    with flower.terminable():
+    with processes.terminable():
         with user_errors(ValueError, OSError):
             process = nodes.join(args.server, args.keys, own(args), args.state.absolute())
         try:
             code = process.wait()
         finally:
-            flower.stop(process)
+            processes.stop(process)
     raise SystemExit(code)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -153,7 +154,11 @@ def _plan_file(plan: str) -> Path:
 
 @lru_cache(maxsize=1)
 def _folder() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory(prefix="gradfilter-")  # gone when the process ends
+    """Gone when the process ends; a process that is killed leaves it in the run's own folder."""
+    home = os.environ.get("FLWR_HOME", "")
+    return tempfile.TemporaryDirectory(
+        prefix="gradfilter-", dir=home if os.path.isdir(home) else None
+    )
 
 
 def own(settings: Settings, node: dict, classes: tuple[str, ...]) -> tuple[Pictures, str]:

@@ -1,39 +1,23 @@
-"""Flower's own programs: their environment, their processes, and runs handed to them.
-
-Everything works without a network and leaves the user's own Flower settings alone: telemetry,
-update checks and installations are off unless the user's environment says otherwise, and
-`FLWR_HOME` is a folder of the run.
-"""
+"""Servers of Flower's, and commands to them."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import socket
 import subprocess
-import sys
-import threading
 import time
 import urllib.request
-import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
-QUIET = {
-    "FLWR_TELEMETRY_ENABLED": "0",
-    "FLWR_DISABLE_UPDATE_CHECK": "1",
-    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-    "RAY_USAGE_STATS_ENABLED": "0",
-}
+from gradfilter.federated.processes import Program, environment, program, start, stop
+
 CONNECTION = "gradfilter"  # the name of our connection in Flower's config
 START = 120  # seconds in which a server has to be up
 ANSWER = 120  # seconds in which a command has to answer
-STOP = 15  # seconds in which a process has to end by itself
 
 
 class FlowerError(RuntimeError):
@@ -80,88 +64,6 @@ class Link:
             )
         except subprocess.TimeoutExpired:
             raise FlowerError(f"flwr {arguments[0]}: no answer in {ANSWER} s") from None
-
-
-def environment(home: Path) -> dict[str, str]:
-    """For Flower's programs: quiet, and with each other on the path."""
-    here = str(Path(sys.executable).parent)
-    path = os.pathsep.join([here, os.environ.get("PATH", "")])
-    return QUIET | os.environ | {"FLWR_HOME": str(home), "PATH": path}
-
-
-def program(name: str) -> str:
-    """One of Flower's programs, beside this Python."""
-    found = Path(sys.executable).parent / name
-    if not found.exists():
-        raise ModuleNotFoundError(f"there is no {found}", name="flwr")
-    return str(found)
-
-
-class Program(subprocess.Popen):
-    """One of Flower's programs as a process group of its own.
-
-    What comes of it bears its mark in the environment, in whatever session and below whatever
-    parent: the workers of a simulation outlive theirs.
-    """
-
-    def __init__(self, line: list[str], home: Path, output: IO | None):
-        self.mark = uuid.uuid4().hex
-        env = environment(home) | {"GRADFILTER_PROGRAM": self.mark}
-        super().__init__(line, env=env, stdout=output, stderr=output, start_new_session=True)
-
-    def family(self) -> list[int]:
-        """The processes that bear the mark; none where there is no /proc."""
-        found = []
-        for process in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # ended, or another user's
-                if self.mark.encode() in (process / "environ").read_bytes():
-                    found.append(int(process.name))
-        return found
-
-
-def start(name: str, *arguments: str, home: Path, log: Path | None) -> Program:
-    """Begin one of Flower's programs; `log` takes what it says."""
-    home.mkdir(parents=True, exist_ok=True)
-    with open(log, "ab") if log else nullcontext() as output:
-        return Program([program(name), *arguments], home, output)
-
-
-def stop(process: Program) -> None:
-    """End a program and all that came of it; come back when they are gone."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(STOP)
-    deadline = time.monotonic() + STOP
-    while (family := process.family()) and time.monotonic() < deadline:
-        for pid in family:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
-
-
-@contextmanager
-def terminable() -> Iterator[None]:
-    """SIGTERM and SIGHUP are as Ctrl-C for a while: what we began is ended too.
-
-    A hangup that is ignored, as under nohup, stays so.
-    """
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = [signal.SIGTERM, signal.SIGHUP]
-    heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, interrupt) for number in heard}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gradfilter import documents, methods
-from gradfilter.federated import flower
+from gradfilter.federated import flower, processes
 from gradfilter.federated import settings as options
 from gradfilter.federated.flower import FlowerError, Link
 from gradfilter.federated.folder import LOG, PROGRESS, RESULT, alone
@@ -60,6 +60,7 @@ def federate(both: Both, *, resume: bool = False, quiet: bool = False) -> Path:
     both = prepared(both, resume)
     settings, federation = both
     out = Path(settings.out)
+    processes.end_orphans(out / HOME)
     with alone(out):  # not under the feet of a run that is at work there
         write_app(both)
         documents.write(out / recording.CONFIG, options.as_dict(both))
@@ -68,7 +69,7 @@ def federate(both: Both, *, resume: bool = False, quiet: bool = False) -> Path:
         if federation.in_process:
             in_process(both, screen)
         else:
-            with flower.terminable(), runtime(both) as link:
+            with processes.terminable(), runtime(both) as link:
                 hand_over(both, link, screen)
     except KeyboardInterrupt as stop:
         told = str(stop) or "stopped"
@@ -167,7 +168,7 @@ def hand_over(both: Both, link: Link, screen: Screen) -> None:
 
 def stop(link: Link, run: str | None) -> str:
     """Have the server stop a run; what came of that."""
-    by_hand = f"FLWR_HOME={shlex.quote(str(link.home))} {flower.program('flwr')}"
+    by_hand = f"FLWR_HOME={shlex.quote(str(link.home))} {processes.program('flwr')}"
     if run is None:
         seen = f"{by_hand} list {flower.CONNECTION}"
         return f"stopped, but the server may have taken the run just before: {seen}"
@@ -283,18 +284,20 @@ def check(out: Path, link: Link, run: str) -> None:
     found = json.loads(result.read_text()) if result.exists() else {}
     if found.get("finished"):
         return
-    told = found.get("error") or why(link, run) or "Flower says nothing"
+    told = found.get("error") or why(link, run) or "the server ended it and does not say why"
     if found.get("mistake"):
         raise ValueError(told)
     raise NotFinished(f"the run did not finish: {told}; {how_to_go_on(out)}")
 
 
 def why(link: Link, run: str) -> str:
-    """The last line of Flower's log of a run."""
+    """The last complaint in Flower's log of a run."""
     try:
-        return flower.last_line(link.call("log", run, flower.CONNECTION, "--show").stdout)
+        lines = link.call("log", run, flower.CONNECTION, "--show").stdout.splitlines()
     except FlowerError:
         return ""
+    complaints = [line for line in lines if "INFO" not in line and line.strip()]
+    return flower.last_line("\n".join(complaints)) if complaints else ""
 
 
 def how_to_go_on(out: Path) -> str:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from gradfilter.federated import flower
+from gradfilter.federated import flower, processes
 from gradfilter.federated import keys as certificates
 from gradfilter.federated.flower import FlowerError, Link
 from gradfilter.recipes.checkpoint import write
@@ -26,7 +26,8 @@ def serve(
     Without keys everything is open: no TLS, and anyone who reaches the port may take part.
     """
     state = state.absolute()
-    state.mkdir(parents=True, exist_ok=True)
+    state.mkdir(mode=0o700, parents=True, exist_ok=True)  # Flower's database holds tokens
+    processes.end_orphans(state / "flower")
     flower.check_free(host, port)
     line = ["--database", str(state / "superlink.db")]
     if keys:
@@ -119,7 +120,7 @@ def join(
     node: dict[str, str | int],
     home: Path,
     log: Path | None = None,
-) -> flower.Program:
+) -> processes.Program:
     """A device's client, which stays until it is stopped and trains when it is asked to.
 
     `keys` is the device's own folder. `node` says which pictures it trains on: `data` of its own,
@@ -136,4 +137,5 @@ def join(
     else:
         line += ["--insecure"]
     config = " ".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in node.items())
-    return flower.start("flower-supernode", *line, "--node-config", config, home=home, log=log)
+    processes.end_orphans(home)
+    return processes.start("flower-supernode", *line, "--node-config", config, home=home, log=log)
