@@ -248,6 +248,72 @@ def test_a_memory_limit_makes_batches_smaller(photos, tmp_path, monkeypatch):
     assert again.returncode == 0 and "going on" in again.stdout, again.stderr
 
 
+def limited(folder, photos, out, monkeypatch, above: int):
+    """A run with a limit of 100 MB that takes more from its step number `above` on."""
+    training, memory = module("training"), module("memory")
+    model = module("exported").Exported(folder)
+    found = training.Run(model, photos, out, training.Options.of(model.manifest["recipe"]), 1)
+    found.most = 100 * MIB
+    monkeypatch.setattr(memory, "peak", lambda: (50 if found.step < above else 150) * MIB)
+    return found
+
+
+def test_a_memory_stop_at_the_end_of_an_epoch_keeps_its_row(folder, photos, tmp_path, monkeypatch):
+    found = limited(folder, photos, tmp_path, monkeypatch, above=8)
+    assert (found.per_epoch, found.total) == (8, 8)
+    unusable = module("exported").Unusable
+    with pytest.raises(unusable, match="step 8 or the test after it took 150 MB"):
+        found.go(5.0)
+    assert [row["step"] for row in found.rows] == [8]
+    again = run("train", photos, "--model", folder, "--run", tmp_path, "--threads", 1)
+    assert again.returncode == 0 and "done: accuracy" in again.stdout, again.stderr
+
+
+def test_a_memory_stop_within_an_epoch_goes_on(folder, photos, tmp_path, monkeypatch):
+    found = limited(folder, photos, tmp_path, monkeypatch, above=3)
+    with pytest.raises(module("exported").Unusable, match="step 3 took 150 MB"):
+        found.go(5.0)
+    again = run("train", photos, "--model", folder, "--run", tmp_path, "--threads", 1)
+    assert again.returncode == 0 and "going on after step 3" in again.stdout, again.stderr
+
+
+def test_the_memory_of_a_test_counts(folder, photos, tmp_path, monkeypatch):
+    """A held-out picture that is larger than all that were trained on."""
+    found = limited(folder, photos, tmp_path, monkeypatch, above=9)
+    memory, test = module("memory"), module("training").Tester.metrics
+
+    def large(*arguments):
+        monkeypatch.setattr(memory, "peak", lambda: 200 * MIB)
+        return test(*arguments)
+
+    monkeypatch.setattr(module("training").Tester, "metrics", large)
+    with pytest.raises(module("exported").Unusable, match="took 200 MB, above the limit of 100"):
+        found.go(5.0)
+
+
+@pytest.mark.parametrize("epochs, limit", [(1, ()), (1, ("--memory-limit", 4000)), (2, ())])
+def test_a_run_that_was_saved_before_its_test(folder, photos, epochs, limit, tmp_path):
+    """As a memory stop of an earlier version left it: an epoch is over, and has no row."""
+    arguments = ("train", photos, "--model", folder, "--threads", 1, "--epochs", epochs)
+    assert run(*arguments, "--run", tmp_path / "whole").returncode == 0
+    training, out = module("training"), tmp_path / "run"
+    model = module("exported").Exported(folder)
+    options = training.Options.of(model.manifest["recipe"] | {"epochs": epochs})
+    stopped = training.Run(model, photos, out, options, 1)
+
+    def stop():
+        stopped._save()
+        raise KeyboardInterrupt("before the test")
+
+    stopped._evaluate = stop
+    with pytest.raises(KeyboardInterrupt, match="before the test"):
+        stopped.go(5.0)
+    again = run(*arguments, *limit, "--run", out)
+    assert again.returncode == 0 and "going on after step 8" in again.stdout, again.stderr
+    assert same(out / "last.npz", tmp_path / "whole" / "last.npz")
+    assert (out / "log.csv").read_text() == (tmp_path / "whole" / "log.csv").read_text()
+
+
 def test_memory_is_this_processs_own(folder):
     """getrusage would tell that of the process that started it."""
     much = bytearray(os.urandom(MIB) * 600)

@@ -97,6 +97,12 @@ class Run:
     def total(self) -> int:
         return self.options.epochs * self.per_epoch
 
+    @property
+    def untested(self) -> bool:
+        """Whether an epoch has ended that has no row: earlier versions could stop there."""
+        tested = self.rows[-1]["step"] if self.rows else 0
+        return self.step % self.per_epoch == 0 and self.step != tested
+
     def agree(self, given: dict) -> None:
         """Refuse options that a run which goes on was not started with."""
         for name, value in given.items():
@@ -109,7 +115,7 @@ class Run:
     def limit(self, limit: int) -> None:
         """Keep the whole process below so many bytes, by a smaller batch if need be."""
         o, fixed = self.options, self.model.batch is not None or self.resumed
-        if self.step >= self.total:
+        if self.step >= self.total and not self.untested:
             return
         found = memory.fitting(limit, o.batch, fixed, self._trial())
         if found < o.batch:
@@ -130,12 +136,14 @@ class Run:
         feeder.skipped = self.skipped
         line, saved = Line("training", self.total), time.monotonic()
         with interrupts() as stop:
+            if self.untested:
+                self._evaluate()
+                self._check_memory()
             while self.step < self.total:
                 epoch, within = divmod(self.step, self.per_epoch)
                 batch = feeder.batch(epoch, within, self.options.batch)
                 self._take(batch, self.options.rate(self.step, self.total))
                 self.step += 1
-                self._check_memory()
                 line.show(self.step, f"loss {self.sums[0] / max(1, self.sums[1]):.3f}")
                 if self.step % self.per_epoch == 0:
                     line.end()
@@ -144,6 +152,7 @@ class Run:
                 elif stop or time.monotonic() - saved > 60 * save_every:
                     self._save()
                     saved = time.monotonic()
+                self._check_memory()  # of the test too, which has its row by now
                 if stop and self.step < self.total:
                     line.end()
                     raise KeyboardInterrupt("saved; the same command goes on")
@@ -160,8 +169,9 @@ class Run:
     def _check_memory(self) -> None:
         if self.most is not None and memory.peak() > self.most:
             self._save()
+            tested = " or the test after it" if self.step % self.per_epoch == 0 else ""
             raise Unusable(
-                f"step {self.step} took {memory.peak() / memory.MIB:.0f} MB, above the limit of "
+                f"step {self.step}{tested} took {memory.peak() / memory.MIB:.0f} MB, above the limit of "
                 f"{self.most / memory.MIB:.0f} MB; the run is saved"
             )
 
