@@ -171,8 +171,8 @@ class Run:
             self._save()
             tested = " or the test after it" if self.step % self.per_epoch == 0 else ""
             raise Unusable(
-                f"step {self.step}{tested} took {memory.peak() / memory.MIB:.0f} MB, above the limit of "
-                f"{self.most / memory.MIB:.0f} MB; the run is saved"
+                f"step {self.step}{tested} took {memory.peak() / memory.MIB:.0f} MB, above the "
+                f"limit of {self.most / memory.MIB:.0f} MB; the run is saved"
             )
 
     def _trial(self) -> Callable[[int], None]:
