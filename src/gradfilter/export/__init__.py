@@ -60,7 +60,8 @@ def export(
     `example` is a batch of images as the model takes them, `target` their classes [N] or masks
     [N, H, W]; the loss is the mean cross-entropy. The step is that of the plan on the model
     (`convert`), its trained parameters those that require a gradient now, its `optimizer` a
-    torch.optim.SGD or AdamW (default: SGD), with gradients clipped to a common norm of `clip`.
+    torch.optim.SGD or AdamW of just these (default: SGD), with gradients clipped to a common norm
+    of `clip`.
     The learning rate is an input of every step; parameters of a group with a lower one keep their
     share of it. Dropout and stochastic depth are left out.
     `batch` fixes the number of images a step; by default any number goes. `runner` tells

@@ -40,8 +40,9 @@ class Export:
     def __init__(self, model: nn.Module, example, target, optimizer, clip, batch: int | None):
         _check(model, example, target, clip, batch)
         self.model, self.batch, self.clip = model, batch, clip
-        self.optimizer, self.shares = understood(optimizer)
-        self.parameters = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.optimizer, self.shares = understood(optimizer, trained)
+        self.parameters = {n: p.detach() for n, p in trained.items()}
         self.state = self.optimizer.start(self.parameters)
         count = batch or 2
         self.example, self.target = (_repeated(t, count + 1) for t in (example, target))
@@ -56,12 +57,8 @@ class Export:
                 self.graphs |= {in_blocks(name): graph, PROBE: blocked.probe()}
 
     def _step(self) -> _Traced:
-        shares = {n: self.shares[p] for n, p in self.model.named_parameters() if p in self.shares}
-        if len(shares) < len(self.shares):
-            raise ValueError("export: the optimizer has parameters that are not the model's")
-        step = self.step = TrainingStep(
-            self.model, tuple(self.parameters), tuple(self.state), self.optimizer, self.clip, shares
-        )
+        names = tuple(self.parameters), tuple(self.state)
+        step = self.step = TrainingStep(self.model, *names, self.optimizer, self.clip, self.shares)
         fixed = [*self.parameters.values(), *self.state.values()]
         rate = torch.zeros((), dtype=self.example.dtype)
         found = _Traced(self, step, lambda n: [*fixed, rate, self.example[:n], self.target[:n]])
