@@ -13,8 +13,10 @@ from exported import assert_close, in_pytorch, optimizer_of
 from torch import nn
 
 import gradfilter as gf
-from gradfilter.export import Runner, check, trace
-from gradfilter.recipes import datasets, models
+from gradfilter.export import Runner, check, optimizers, trace
+from gradfilter.recipes import datasets, exporting, models
+from gradfilter.recipes.settings import Settings
+from gradfilter.recipes.trainer import Trainer
 
 
 def converted(name: str, what, size: int = 64, dtype=torch.float32, **options):
@@ -181,6 +183,59 @@ def test_what_cannot_be_exported_is_told(tmp_path):
     with pytest.raises(ValueError, match="frozen"):
         gf.export(batched.train(), x, target, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def some_layers() -> tuple[nn.Sequential, torch.Tensor, torch.Tensor]:
+    """Three layers, the first of them frozen."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.AdaptiveAvgPool2d(1)]
+    model, x = nn.Sequential(*layers, nn.Flatten(), nn.Linear(4, 5)), torch.randn(2, 3, 12, 12)
+    gf.convert(model, {"*": gf.Exact(), "0": "frozen"}, example=x)
+    return model, x, torch.tensor([0, 1])
+
+
+def test_an_optimizer_of_other_parameters_is_refused(tmp_path):
+    model, x, target = some_layers()
+    for other, why in (
+        (model[5].parameters(), "does not train '2.weight'"),
+        (some_layers()[0].parameters(), "not the model's"),
+        ([*model.parameters(), nn.Parameter(torch.zeros(3))], "not the model's"),
+    ):
+        with pytest.raises(ValueError, match=why) as told:
+            gf.export(model, x, target, tmp_path, optimizer=torch.optim.SGD(other, lr=0.1))
+        assert "\n" not in str(told.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_frozen_parameters_in_an_optimizer_change_nothing(tmp_path):
+    """Neither the rate of their group nor its other settings."""
+    model, x, target = some_layers()
+    first = {"params": model[0].parameters(), "lr": 10 * exported.RATE, "weight_decay": 0.1}
+    rest = {"params": [*model[2].parameters(), *model[5].parameters()]}
+    optimizer = torch.optim.SGD([first, rest], lr=exported.RATE)
+    folder = exported.exported(model, x, target, tmp_path, exported.runtime, optimizer=optimizer)
+    folder.step(x, target)
+    expected = in_pytorch(model, x, target, optimizer)
+    expected.pop("loss")
+    assert_close(folder.values, expected, 1e-4)
+
+
+@pytest.mark.parametrize("what, highest", [("frozen", 0.3), ("exact", 1.0)])
+def test_the_rate_of_a_run_is_that_of_its_fastest_group(what, highest, monkeypatch, tmp_path):
+    """Where the output layer is frozen no parameter has all of --lr."""
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(f"'*': exact\n'classifier.1': {what}\n")
+    settings = Settings(
+        model="mobilenet_v2", weights="none", size=32, plan=str(plan), device="cpu", lr=0.05,
+        backbone_lr=0.3,
+    )  # fmt: skip
+    trainer, given = Trainer(settings, "classification", ("a", "b")), {}
+    monkeypatch.setattr(gf, "export", lambda *_, **options: given.update(options))
+    exporting.write(trainer, tmp_path / "exported")
+    assert given["runner"].recipe["lr"] == pytest.approx(0.05 * highest)
+    trained = {n: p for n, p in trainer.model.named_parameters() if p.requires_grad}
+    _, shares = optimizers.understood(given["optimizer"], trained)
+    assert set(shares.values()) == (set() if what == "frozen" else {0.3})
 
 
 def test_what_a_runner_cannot_feed_is_told(tmp_path):
