@@ -1,6 +1,5 @@
 """gradfilter-device: runs that are stopped, limited or asked for the impossible."""
 
-import json
 import os
 import platform
 import resource
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from on_device import SOURCE, called, changed, exported, module, refused, run, same
+from on_device import SOURCE, called, exported, module, refused, run, same
 
 MIB = 2**20
 
@@ -337,31 +336,3 @@ print(kept // memory.MIB, (memory.resident() - before) // memory.MIB)
     told = subprocess.check_output([sys.executable, "-c", script], env=environment, text=True)
     kept, left = map(int, told.split())
     assert kept >= 60 and left < 8
-
-
-def rewritten(**values):
-    """A change of a manifest."""
-    return lambda data: json.dumps(json.loads(data) | values).encode()
-
-
-@pytest.mark.parametrize(
-    "change, why",
-    [
-        (rewritten(dtype="float64"), "does not fit"),
-        (rewritten(outputs=4), "does not fit"),
-        (rewritten(targets=[None, 32, 32]), "does not fit"),
-        (rewritten(pictures={"classes": ["a"], "mean": [1] * 3, "std": [1] * 3}), "does not fit"),
-        (rewritten(pictures={}), "does not fit"),
-        (rewritten(images=[None, 3]), "no manifest"),
-        (rewritten(parameters=[]), "no manifest"),
-        (rewritten(files={}), "no hash of"),
-        (rewritten(format="1"), "no manifest"),
-        (rewritten(format=2), "format 2"),
-        (rewritten(recipe={"momentum": 0.9}), "'momentum'"),
-        (rewritten(recipe={"batch": 0}), "batch must be"),
-        (lambda data: b"[]", "no manifest"),
-    ],
-)  # fmt: skip
-def test_a_manifest_that_does_not_fit_is_refused(folder, photos, change, why, tmp_path):
-    other = changed(folder, tmp_path / "other", "manifest.json", change)
-    assert refused(run("train", photos, "--model", other, "--threads", 1), why)
