@@ -1,5 +1,6 @@
 """gradfilter-device: runs that are stopped, limited or asked for the impossible."""
 
+import hashlib
 import os
 import platform
 import resource
@@ -192,6 +193,45 @@ def test_a_run_that_goes_on_keeps_its_options_and_pictures(folder, photos, tmp_p
     sorted((moved / "train").rglob("*.png"))[0].unlink()
     done = run("train", moved, "--model", folder, "--run", out)
     assert refused(done, "began with other pictures")
+
+
+def test_other_pictures_to_test_on_are_refused(folder, photos, tmp_path):
+    data, out = shutil.copytree(photos, tmp_path / "photos"), tmp_path / "run"
+    arguments = ("train", data, "--model", folder, "--run", out)
+    assert run(*arguments).returncode == 0
+    shutil.copy(sorted((data / "test").rglob("*.png"))[0], data / "test" / "class0" / "more.png")
+    assert refused(run(*arguments), "began with other pictures")
+
+
+def test_a_run_of_a_version_that_knew_only_what_it_trained_on_goes_on(folder, photos, tmp_path):
+    checkpoint, path = module("checkpoint"), tmp_path / "last.npz"
+    arguments = ("train", photos, "--model", folder, "--run", tmp_path)
+    assert run(*arguments).returncode == 0
+    values, about = checkpoint.load(path)
+    train, _ = module("photos").open_folder(photos, ["class0", "class1", "class2"], False)
+    told = [(file.relative_to(photos).as_posix(), label) for file, label in train]
+    about["pictures"] = hashlib.sha256(repr(told).encode()).hexdigest()
+    checkpoint.save(path, values, about)
+    assert run(*arguments).returncode == 0
+
+
+def test_nobody_reads_what_is_told(folder, photos, tmp_path):
+    """`| head` ends a command quietly; what was trained by then is saved."""
+    line = ("--model", folder, "--run", tmp_path / "run")
+    for arguments in (("status", *line), ("train", photos, *line), ("self-test", *line[:2])):
+        reader, writer = os.pipe()
+        os.close(reader)
+        command, environment = called(*arguments)
+        done = subprocess.run(command, env=environment, stdout=writer, stderr=subprocess.PIPE)
+        os.close(writer)
+        assert (done.returncode, done.stderr) == (141, b""), arguments
+    assert "accuracy" in run("status", *line).stdout
+
+
+def test_options_are_offered_where_they_mean_something(folder):
+    assert refused(run("status", "--model", folder, "--threads", 1), "--threads")
+    told = " ".join(run("train", "--help").stdout.split())
+    assert "of the order and the cuts (default: as exported, else 0)" in told
 
 
 def of_size(fixed: int, each: int, monkeypatch):

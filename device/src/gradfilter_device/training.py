@@ -15,7 +15,7 @@ import numpy as np
 
 from gradfilter_device import checkpoint, memory, metrics
 from gradfilter_device.exported import PREDICT, Exported, Unusable, Values
-from gradfilter_device.feeding import Batch, Feeder, open_examples
+from gradfilter_device.feeding import Batch, Feeder, Skipped, open_examples
 from gradfilter_device.interrupts import interrupts
 from gradfilter_device.photos import Example
 from gradfilter_device.screen import Line
@@ -69,9 +69,10 @@ class Run:
     def __init__(self, model: Exported, data: Path, folder: Path, options: Options, threads: int):
         self.model, self.folder, self.threads = model, folder, threads
         self.train, self.test = open_examples(model, data)
-        self.pictures = _digest(self.train, data)
+        self.pictures = _digest(data, self.train, self.test)
+        self.trained_on = _digest(data, self.train)  # all that earlier versions went by
         self.options = self.asked = options
-        self.step, self.rows, self.skipped = 0, [], []
+        self.step, self.rows, self.skipped = 0, [], Skipped(data)
         self.most: int | None = None  # bytes
         self.sums = [0.0, 0]  # of losses since the last evaluation, and their number
         _make(folder)
@@ -132,8 +133,7 @@ class Run:
 
     def go(self, save_every: float) -> None:
         """Train to the end; saves at every epoch and every so many minutes."""
-        feeder = Feeder(self.model, self.train, self.options.seed, self.options.augment)
-        feeder.skipped = self.skipped
+        feeder = self._feeder()
         line, saved = Line("training", self.total), time.monotonic()
         with interrupts() as stop:
             if self.untested:
@@ -157,6 +157,10 @@ class Run:
                     line.end()
                     raise KeyboardInterrupt("saved; the same command goes on")
 
+    def _feeder(self) -> Feeder:
+        o = self.options
+        return Feeder(self.model, self.train, o.seed, o.augment, self.skipped)
+
     def _take(self, batch: Batch | None, rate: float) -> None:
         """One step; a batch in which every picture is broken is none."""
         if batch is None:
@@ -177,8 +181,7 @@ class Run:
 
     def _trial(self) -> Callable[[int], None]:
         """Takes steps of so many pictures that change no parameter, and tests on them."""
-        feeder = Feeder(self.model, self.train, self.options.seed, self.options.augment)
-        feeder.skipped = self.skipped
+        feeder = self._feeder()
         tester = Tester(self.model, self.stepper.values, self.threads)
 
         def step(count: int) -> None:
@@ -209,19 +212,19 @@ class Run:
         }
         self.rows.append(row)
         self.sums = [0.0, 0]
-        print(metrics.told(row), flush=True)
         if self.best is row:
             own = {name: self.stepper.values[name] for name in self.model.parameters}
             checkpoint.save(self.folder / checkpoint.BEST, own, self._about())
         self._log()
         self._save()
+        print(metrics.told(row), flush=True)  # last: nobody may be there to read it
 
     def _about(self) -> dict:
         return {
             "step": self.step,
             "rows": self.rows,
             "sums": self.sums,
-            "skipped": self.skipped,
+            "skipped": self.skipped.names,
             "options": asdict(self.options),
             "export": self.model.digest,
             "asked": asdict(self.asked),
@@ -253,7 +256,7 @@ class Run:
         values, about = found
         if about["export"] != self.model.digest:
             raise Unusable(f"the run in {self.folder} is of another export; give another --run")
-        if about["pictures"] != self.pictures:
+        if about["pictures"] not in (self.pictures, self.trained_on):
             raise Unusable(
                 f"the run in {self.folder} began with other pictures; give another --run"
             )
@@ -264,7 +267,7 @@ class Run:
             )
         self.options, self.asked = (Options(**about[key]) for key in ("options", "asked"))
         self.step, self.rows = about["step"], about["rows"]
-        self.sums, self.skipped = about["sums"], about["skipped"]
+        self.sums, self.skipped.names = about["sums"], about["skipped"]
         print(f"going on after step {self.step}", flush=True)
         return values
 
@@ -285,13 +288,17 @@ def _make(folder: Path) -> None:
         raise Unusable(f"cannot make the folder {folder}: {error.strerror or error}") from error
 
 
-def _digest(examples: list[Example], data: Path) -> str:
+def _digest(data: Path, *parts: list[Example]) -> str:
     """Tells the pictures of a run from others, wherever their folder lies."""
     told = [
-        (path.relative_to(data).as_posix(), None if isinstance(target, Path) else target)
-        for path, target in examples
+        [
+            (path.relative_to(data).as_posix(), None if isinstance(target, Path) else target)
+            for path, target in examples
+        ]
+        for examples in parts
     ]
-    return hashlib.sha256(repr(told).encode(errors="surrogateescape")).hexdigest()
+    text = ",".join(map(repr, told))
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
 
 class Tester:
@@ -318,10 +325,9 @@ class Tester:
         found = self.scores(batch.images).argmax(1)
         return metrics.counts(batch.targets, found, self.model.manifest["outputs"])
 
-    def metrics(self, examples: list[Example], batch: int, skipped: list[str]) -> dict[str, float]:
+    def metrics(self, examples: list[Example], batch: int, skipped: Skipped) -> dict[str, float]:
         """Over all pictures, or all pixels of their masks, that count."""
-        feeder = Feeder(self.model, examples, 0, False)
-        feeder.skipped = skipped
+        feeder = Feeder(self.model, examples, 0, False, skipped)
         counted = sum(map(self.counts, _batches(feeder, batch)))
         if not np.any(counted):
             raise Unusable("none of the pictures to test on can be read")
