@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,10 @@ class Runner:
 
     def check(self, images: Tensor, targets: Tensor, outputs: int) -> None:
         """Refuse what a runner could not feed to the network."""
+        if not _three(self.mean):
+            raise ValueError(f"export: a runner's mean must be 3 finite numbers, got {self.mean!r}")
+        if not _three(self.std) or min(self.std) <= 0:
+            raise ValueError(f"export: a runner's std must be 3 numbers above 0, got {self.std!r}")
         if len(self.classes) != outputs:
             raise ValueError(
                 f"export: the runner has {len(self.classes)} classes, the model {outputs} outputs"
@@ -42,6 +47,15 @@ class Runner:
         """As the manifest has it."""
         pictures = {name: getattr(self, name) for name in ("mean", "std", "classes", "ignore")}
         return {"pictures": pictures, "recipe": self.recipe or {}}
+
+
+def _three(values) -> bool:
+    """Whether these are three finite numbers, for red, green and blue."""
+    return (
+        isinstance(values, tuple | list)
+        and len(values) == 3
+        and all(isinstance(v, int | float) and math.isfinite(v) for v in values)
+    )
 
 
 def export(
