@@ -120,8 +120,9 @@ def runtime(path: Path):
 
 
 def exported(model: nn.Module, x, target, path: Path, by=reference, **options) -> Folder:
-    """A copy of the model, exported."""
-    return Folder(gf.export(copy.deepcopy(model), x, target, path, **options), by)
+    """A copy of the model, exported, with one of its optimizer."""
+    model, options = copy.deepcopy((model, options))
+    return Folder(gf.export(model, x, target, path, **options), by)
 
 
 def assert_close(found: dict, expected: dict, tolerance: float) -> None:

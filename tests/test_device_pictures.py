@@ -86,7 +86,29 @@ def test_a_broken_picture_to_test_on_is_told_once_and_listed(folder, photos, tmp
     done = run("train", data, "--model", folder, "--run", out, "--epochs", 3)
     assert done.returncode == 0 and done.stderr.count(str(first)) == 1
     assert "1 broken" in done.stdout
-    assert str(first) in run("status", "--model", folder, "--run", out).stdout
+    told = run("status", "--model", folder, "--run", out).stdout
+    assert f"skipped, broken: {first.relative_to(data)}\n" in told
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["now", "earlier version"])
+def test_a_broken_picture_is_listed_once_wherever_the_folder_lies(
+    folder, photos, earlier, tmp_path
+):
+    data, out = shutil.copytree(photos, tmp_path / "photos"), tmp_path / "run"
+    first = sorted((data / "train").rglob("*.*"))[0]
+    first.write_bytes(b"no picture")
+    line = ["--model", folder, "--run", out, "--epochs", 1, "--threads", 1]
+    assert run("train", data, *line).returncode == 0
+    checkpoint = module("checkpoint")
+    values, about = checkpoint.load(out / checkpoint.LAST)
+    about |= {"step": 0, "rows": []}  # all is to be read again
+    if earlier:
+        about["skipped"] = [str(first)]
+    checkpoint.save(out / checkpoint.LAST, values, about)
+    to = data if earlier else shutil.move(data, tmp_path / "moved")
+    again = run("train", to, *line)
+    assert again.returncode == 0 and "1 broken" in again.stdout
+    assert "skipped" not in again.stderr
 
 
 @pytest.mark.parametrize("part", ["train", "test"])
@@ -190,7 +212,7 @@ def test_a_run_of_masks_begun_before_miou_was_measured(scenes, tmp_path):
     about["rows"] = [{"epoch": 1.0, "step": 2, "loss": 0.5, "accuracy": 0.8}]
     checkpoint.save(tmp_path / "run" / checkpoint.LAST, values, about)
     assert refused(run(*line), "did not measure miou; give another --run")
-    assert "accuracy 80.0%" in run("status", *line[2:]).stdout
+    assert "accuracy 80.0%" in run("status", *line[2:-2]).stdout
 
 
 def test_folders_of_masks_are_those_of_gradfilter_train(scenes, tmp_path):

@@ -1,6 +1,6 @@
 """gradfilter-device: runs that are stopped, limited or asked for the impossible."""
 
-import json
+import hashlib
 import os
 import platform
 import resource
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from on_device import SOURCE, called, changed, exported, module, refused, run, same
+from on_device import SOURCE, called, exported, module, refused, run, same
 
 MIB = 2**20
 
@@ -195,6 +195,45 @@ def test_a_run_that_goes_on_keeps_its_options_and_pictures(folder, photos, tmp_p
     assert refused(done, "began with other pictures")
 
 
+def test_other_pictures_to_test_on_are_refused(folder, photos, tmp_path):
+    data, out = shutil.copytree(photos, tmp_path / "photos"), tmp_path / "run"
+    arguments = ("train", data, "--model", folder, "--run", out)
+    assert run(*arguments).returncode == 0
+    shutil.copy(sorted((data / "test").rglob("*.png"))[0], data / "test" / "class0" / "more.png")
+    assert refused(run(*arguments), "began with other pictures")
+
+
+def test_a_run_of_a_version_that_knew_only_what_it_trained_on_goes_on(folder, photos, tmp_path):
+    checkpoint, path = module("checkpoint"), tmp_path / "last.npz"
+    arguments = ("train", photos, "--model", folder, "--run", tmp_path)
+    assert run(*arguments).returncode == 0
+    values, about = checkpoint.load(path)
+    train, _ = module("photos").open_folder(photos, ["class0", "class1", "class2"], False)
+    told = [(file.relative_to(photos).as_posix(), label) for file, label in train]
+    about["pictures"] = hashlib.sha256(repr(told).encode()).hexdigest()
+    checkpoint.save(path, values, about)
+    assert run(*arguments).returncode == 0
+
+
+def test_nobody_reads_what_is_told(folder, photos, tmp_path):
+    """`| head` ends a command quietly; what was trained by then is saved."""
+    line = ("--model", folder, "--run", tmp_path / "run")
+    for arguments in (("status", *line), ("train", photos, *line), ("self-test", *line[:2])):
+        reader, writer = os.pipe()
+        os.close(reader)
+        command, environment = called(*arguments)
+        done = subprocess.run(command, env=environment, stdout=writer, stderr=subprocess.PIPE)
+        os.close(writer)
+        assert (done.returncode, done.stderr) == (141, b""), arguments
+    assert "accuracy" in run("status", *line).stdout
+
+
+def test_options_are_offered_where_they_mean_something(folder):
+    assert refused(run("status", "--model", folder, "--threads", 1), "--threads")
+    told = " ".join(run("train", "--help").stdout.split())
+    assert "of the order and the cuts (default: as exported, else 0)" in told
+
+
 def of_size(fixed: int, each: int, monkeypatch):
     """Steps of a process that has `fixed` MB, and `each` for an image; and what was tried."""
     memory = module("memory")
@@ -248,6 +287,72 @@ def test_a_memory_limit_makes_batches_smaller(photos, tmp_path, monkeypatch):
     assert again.returncode == 0 and "going on" in again.stdout, again.stderr
 
 
+def limited(folder, photos, out, monkeypatch, above: int):
+    """A run with a limit of 100 MB that takes more from its step number `above` on."""
+    training, memory = module("training"), module("memory")
+    model = module("exported").Exported(folder)
+    found = training.Run(model, photos, out, training.Options.of(model.manifest["recipe"]), 1)
+    found.most = 100 * MIB
+    monkeypatch.setattr(memory, "peak", lambda: (50 if found.step < above else 150) * MIB)
+    return found
+
+
+def test_a_memory_stop_at_the_end_of_an_epoch_keeps_its_row(folder, photos, tmp_path, monkeypatch):
+    found = limited(folder, photos, tmp_path, monkeypatch, above=8)
+    assert (found.per_epoch, found.total) == (8, 8)
+    unusable = module("exported").Unusable
+    with pytest.raises(unusable, match="step 8 or the test after it took 150 MB"):
+        found.go(5.0)
+    assert [row["step"] for row in found.rows] == [8]
+    again = run("train", photos, "--model", folder, "--run", tmp_path, "--threads", 1)
+    assert again.returncode == 0 and "done: accuracy" in again.stdout, again.stderr
+
+
+def test_a_memory_stop_within_an_epoch_goes_on(folder, photos, tmp_path, monkeypatch):
+    found = limited(folder, photos, tmp_path, monkeypatch, above=3)
+    with pytest.raises(module("exported").Unusable, match="step 3 took 150 MB"):
+        found.go(5.0)
+    again = run("train", photos, "--model", folder, "--run", tmp_path, "--threads", 1)
+    assert again.returncode == 0 and "going on after step 3" in again.stdout, again.stderr
+
+
+def test_the_memory_of_a_test_counts(folder, photos, tmp_path, monkeypatch):
+    """A held-out picture that is larger than all that were trained on."""
+    found = limited(folder, photos, tmp_path, monkeypatch, above=9)
+    memory, test = module("memory"), module("training").Tester.metrics
+
+    def large(*arguments):
+        monkeypatch.setattr(memory, "peak", lambda: 200 * MIB)
+        return test(*arguments)
+
+    monkeypatch.setattr(module("training").Tester, "metrics", large)
+    with pytest.raises(module("exported").Unusable, match="took 200 MB, above the limit of 100"):
+        found.go(5.0)
+
+
+@pytest.mark.parametrize("epochs, limit", [(1, ()), (1, ("--memory-limit", 4000)), (2, ())])
+def test_a_run_that_was_saved_before_its_test(folder, photos, epochs, limit, tmp_path):
+    """As a memory stop of an earlier version left it: an epoch is over, and has no row."""
+    arguments = ("train", photos, "--model", folder, "--threads", 1, "--epochs", epochs)
+    assert run(*arguments, "--run", tmp_path / "whole").returncode == 0
+    training, out = module("training"), tmp_path / "run"
+    model = module("exported").Exported(folder)
+    options = training.Options.of(model.manifest["recipe"] | {"epochs": epochs})
+    stopped = training.Run(model, photos, out, options, 1)
+
+    def stop():
+        stopped._save()
+        raise KeyboardInterrupt("before the test")
+
+    stopped._evaluate = stop
+    with pytest.raises(KeyboardInterrupt, match="before the test"):
+        stopped.go(5.0)
+    again = run(*arguments, *limit, "--run", out)
+    assert again.returncode == 0 and "going on after step 8" in again.stdout, again.stderr
+    assert same(out / "last.npz", tmp_path / "whole" / "last.npz")
+    assert (out / "log.csv").read_text() == (tmp_path / "whole" / "log.csv").read_text()
+
+
 def test_memory_is_this_processs_own(folder):
     """getrusage would tell that of the process that started it."""
     much = bytearray(os.urandom(MIB) * 600)
@@ -271,31 +376,3 @@ print(kept // memory.MIB, (memory.resident() - before) // memory.MIB)
     told = subprocess.check_output([sys.executable, "-c", script], env=environment, text=True)
     kept, left = map(int, told.split())
     assert kept >= 60 and left < 8
-
-
-def rewritten(**values):
-    """A change of a manifest."""
-    return lambda data: json.dumps(json.loads(data) | values).encode()
-
-
-@pytest.mark.parametrize(
-    "change, why",
-    [
-        (rewritten(dtype="float64"), "does not fit"),
-        (rewritten(outputs=4), "does not fit"),
-        (rewritten(targets=[None, 32, 32]), "does not fit"),
-        (rewritten(pictures={"classes": ["a"], "mean": [1] * 3, "std": [1] * 3}), "does not fit"),
-        (rewritten(pictures={}), "does not fit"),
-        (rewritten(images=[None, 3]), "no manifest"),
-        (rewritten(parameters=[]), "no manifest"),
-        (rewritten(files={}), "no hash of"),
-        (rewritten(format="1"), "no manifest"),
-        (rewritten(format=2), "format 2"),
-        (rewritten(recipe={"momentum": 0.9}), "'momentum'"),
-        (rewritten(recipe={"batch": 0}), "batch must be"),
-        (lambda data: b"[]", "no manifest"),
-    ],
-)  # fmt: skip
-def test_a_manifest_that_does_not_fit_is_refused(folder, photos, change, why, tmp_path):
-    other = changed(folder, tmp_path / "other", "manifest.json", change)
-    assert refused(run("train", photos, "--model", other, "--threads", 1), why)

@@ -13,8 +13,10 @@ from exported import assert_close, in_pytorch, optimizer_of
 from torch import nn
 
 import gradfilter as gf
-from gradfilter.export import Runner, check, trace
-from gradfilter.recipes import datasets, models
+from gradfilter.export import Runner, check, optimizers, trace
+from gradfilter.recipes import datasets, exporting, models
+from gradfilter.recipes.settings import Settings
+from gradfilter.recipes.trainer import Trainer
 
 
 def converted(name: str, what, size: int = 64, dtype=torch.float32, **options):
@@ -172,15 +174,123 @@ def test_what_cannot_be_exported_is_told(tmp_path):
     for method, why in {
         gf.SubspaceIteration(rank=2): "remembers",
         gf.Hosvd(energy=0.8): "reads a number",
+        gf.Svd(energy=0.8): "reads a number",
         gf.Int8(gf.Exact()): "random|no ONNX form",
     }.items():
         other, x, target = converted("mobilenet_v2", method, 32, last=2)
-        with pytest.raises(ValueError, match=why):
+        with pytest.raises(ValueError, match=why) as told:
             gf.export(other, x, target, tmp_path)
+        trained = (n for n, p in other.named_parameters() if p.requires_grad)
+        layer = next(n for n in trained if n.endswith("weight")).removesuffix(".weight")
+        assert f"layer {layer!r} has {method!r}" in str(told.value)
     batched, x, target = converted("mobilenet_v2", gf.Exact(), 32, norm="batch")
     with pytest.raises(ValueError, match="frozen"):
         gf.export(batched.train(), x, target, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def some_layers() -> tuple[nn.Sequential, torch.Tensor, torch.Tensor]:
+    """Three layers, the first of them frozen."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.AdaptiveAvgPool2d(1)]
+    model, x = nn.Sequential(*layers, nn.Flatten(), nn.Linear(4, 5)), torch.randn(2, 3, 12, 12)
+    gf.convert(model, {"*": gf.Exact(), "0": "frozen"}, example=x)
+    return model, x, torch.tensor([0, 1])
+
+
+@pytest.mark.parametrize("batch", [0, -1, True, 2.0, "2"])
+def test_a_batch_is_a_whole_number(batch, tmp_path):
+    model, x, target = some_layers()
+    with pytest.raises(ValueError, match="whole number >= 1"):
+        gf.export(model, x, target, tmp_path, batch=batch)
+
+
+def test_targets_and_types_that_mean_nothing_are_told(tmp_path):
+    model, x, target = some_layers()
+    for images, classes, why in (
+        (x, [0, 1], "target must be int64"),
+        (x, None, "target must be int64"),
+        (x, target[:1], "2 images in example, but 1 in target"),
+        (x.half(), target, "example must be float32 or float64, not torch.float16"),
+        (x.byte(), target, "not torch.uint8"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            gf.export(model, images, classes, tmp_path)
+    for dtype in (torch.float16, torch.bfloat16):
+        with pytest.raises(ValueError, match=f"the model is {dtype}; make it float"):
+            gf.export(model.to(dtype), x.to(dtype), target, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+class Named(nn.Module):
+    """A layer, and a factor of its output that has a name of its own."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.layer, self.name = nn.Conv2d(3, 4, 3), name
+        self.register_parameter(name, nn.Parameter(torch.ones(())))
+
+    def forward(self, x):
+        return self.layer(x).mean((2, 3)) * getattr(self, self.name)
+
+
+@pytest.mark.parametrize(
+    "name", ["rate", "loss", "images", "targets", "step", "scores", "file", "about"]
+)
+def test_a_parameter_with_a_name_of_the_graphs_own_is_refused(name, tmp_path):
+    x, target = torch.randn(2, 3, 8, 8), torch.tensor([0, 1])
+    for own in ("factor", name):
+        model = Named(own)
+        gf.convert(model, gf.Exact(), example=x)
+        if own == "factor":
+            gf.export(model, x, target, tmp_path / own)
+            continue
+        with pytest.raises(ValueError, match=f"a parameter is called '{name}'"):
+            gf.export(model, x, target, tmp_path / own)
+
+
+def test_an_optimizer_of_other_parameters_is_refused(tmp_path):
+    model, x, target = some_layers()
+    for other, why in (
+        (model[5].parameters(), "does not train '2.weight'"),
+        (some_layers()[0].parameters(), "not the model's"),
+        ([*model.parameters(), nn.Parameter(torch.zeros(3))], "not the model's"),
+    ):
+        with pytest.raises(ValueError, match=why) as told:
+            gf.export(model, x, target, tmp_path, optimizer=torch.optim.SGD(other, lr=0.1))
+        assert "\n" not in str(told.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_frozen_parameters_in_an_optimizer_change_nothing(tmp_path):
+    """Neither the rate of their group nor its other settings."""
+    model, x, target = some_layers()
+    first = {"params": model[0].parameters(), "lr": 10 * exported.RATE, "weight_decay": 0.1}
+    rest = {"params": [*model[2].parameters(), *model[5].parameters()]}
+    optimizer = torch.optim.SGD([first, rest], lr=exported.RATE)
+    folder = exported.exported(model, x, target, tmp_path, exported.runtime, optimizer=optimizer)
+    folder.step(x, target)
+    expected = in_pytorch(model, x, target, optimizer)
+    expected.pop("loss")
+    assert_close(folder.values, expected, 1e-4)
+
+
+@pytest.mark.parametrize("what, highest", [("frozen", 0.3), ("exact", 1.0)])
+def test_the_rate_of_a_run_is_that_of_its_fastest_group(what, highest, monkeypatch, tmp_path):
+    """Where the output layer is frozen no parameter has all of --lr."""
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(f"'*': exact\n'classifier.1': {what}\n")
+    settings = Settings(
+        model="mobilenet_v2", weights="none", size=32, plan=str(plan), device="cpu", lr=0.05,
+        backbone_lr=0.3,
+    )  # fmt: skip
+    trainer, given = Trainer(settings, "classification", ("a", "b")), {}
+    monkeypatch.setattr(gf, "export", lambda *_, **options: given.update(options))
+    exporting.write(trainer, tmp_path / "exported")
+    assert given["runner"].recipe["lr"] == pytest.approx(0.05 * highest)
+    trained = {n: p for n, p in trainer.model.named_parameters() if p.requires_grad}
+    _, shares = optimizers.understood(given["optimizer"], trained)
+    assert set(shares.values()) == (set() if what == "frozen" else {0.3})
 
 
 def test_what_a_runner_cannot_feed_is_told(tmp_path):
@@ -190,11 +300,15 @@ def test_what_a_runner_cannot_feed_is_told(tmp_path):
     names, grey = ("a", "b", "c", "d"), torch.zeros(2, 1, 8, 8)
     colours, masks = torch.zeros(2, 3, 8, 8), torch.zeros((2, 8, 8), dtype=torch.int64)
     about = (127.0,) * 3, (64.0,) * 3
+    strange = (1.0, 2.0), (1.0, 2.0, float("nan")), (1.0, 2.0, "3"), None, 127.0
     for x, target, runner, why in (
         (colours, masks, Runner(*about, names[:3]), "3 classes, the model 4"),
         (grey, masks, Runner(*about, names), "3 channels"),
         (colours, masks[:, :4], Runner(*about, names), "size of the images"),
         (colours, masks, Runner(*about, names, recipe={"momentum": 0.9}), "no 'momentum'"),
+        *((colours, masks, Runner(mean, about[1], names), "3 finite numbers") for mean in strange),
+        *((colours, masks, Runner(about[0], std, names), "3 numbers above 0") for std in strange),
+        (colours, masks, Runner(about[0], (1.0, 0.0, 1.0), names), "3 numbers above 0"),
     ):
         model = layers(x.shape[1])
         gf.convert(model, gf.GalerkinFilter(patch=2), example=x)

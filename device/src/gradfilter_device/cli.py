@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
 from gradfilter_device import __version__
 from gradfilter_device.exported import Exported, Unusable
+
+GONE = 141  # what a shell gives for a program that SIGPIPE has ended
 
 
 def train(args: argparse.Namespace) -> None:
@@ -29,7 +32,7 @@ def train(args: argparse.Namespace) -> None:
         run.limit(args.memory_limit * memory.MIB)
     run.go(args.save_every)
     best, name = run.best, run.headline
-    told = f", {len(run.skipped)} broken pictures skipped" if run.skipped else ""
+    told = f", {len(run.skipped.names)} broken pictures skipped" if run.skipped.names else ""
     print(f"done: {name} {best[name]:.1%} at epoch {best['epoch']:g}{told}; {run.folder}")
     print(memory.told())
 
@@ -39,14 +42,15 @@ def predict(args: argparse.Namespace) -> None:
     import numpy as np
 
     from gradfilter_device import photos
-    from gradfilter_device.feeding import Feeder
+    from gradfilter_device.feeding import Feeder, Skipped
     from gradfilter_device.training import Tester
 
     model = Exported(args.model)
     if model.masks:
         check_stems(args.images)
     tester = Tester(model, trained(model, args), args.threads)
-    feeder, classes, broken = Feeder(model, [], 0, False), model.pictures["classes"], 0
+    feeder = Feeder(model, [], 0, False, Skipped(Path()))
+    classes, broken = model.pictures["classes"], 0
     for path in args.images:
         try:
             image = photos.picture(path)
@@ -160,7 +164,8 @@ def parser() -> argparse.ArgumentParser:
             metavar="DIR",
             help="folder that gradfilter export wrote",
         )
-        add("--threads", type=count, default=0, help="threads of ONNX Runtime; 0: one a core")
+        if run is not status:
+            add("--threads", type=count, default=0, help="threads of ONNX Runtime; 0: one a core")
         if run is not self_test:
             add(
                 "--run",
@@ -192,7 +197,7 @@ def train_arguments(command: argparse.ArgumentParser) -> None:
         type=share,
         help="share of the steps in which the rate rises (default: as exported, else 0.1)",
     )
-    add("--seed", type=int, help="of the order and the cuts (default: 0)")
+    add("--seed", type=int, help="of the order and the cuts (default: as exported, else 0)")
     add(
         "--augment",
         action=argparse.BooleanOptionalAction,
@@ -271,6 +276,18 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
+    try:
+        try:
+            return called(argv)
+        finally:
+            sys.stdout.flush()  # here and not when Python ends, where it would be told
+    except BrokenPipeError:  # the reader of our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return GONE
+
+
+def called(argv: list[str] | None) -> int:
+    """Run a command; its exit code."""
     args = parser().parse_args(argv)
     try:
         args.function(args)

@@ -21,6 +21,8 @@ NEEDED = {
     "targets": list, "task": str, "frozen": bool, "in_place": bool, "optimizer": dict,
     "layers": dict, "outputs": int, "check": dict,
 }  # fmt: skip
+TASKS = {"classification": 1, "segmentation": 3}  # axes of the targets
+LARGEST = 3e38  # of float32
 
 
 class Unusable(ValueError):
@@ -58,10 +60,6 @@ class Exported:
         found = self.manifest.get("pictures")
         if found is None:
             raise Unusable(f"{self.folder} does not say how to read pictures: export with runner=")
-        lengths = {"classes": self.manifest["outputs"], "mean": 3, "std": 3}
-        for key, length in lengths.items():
-            if not isinstance(found, dict) or len(found.get(key, ())) != length:
-                raise Unusable(f"{MANIFEST} does not fit the network: it needs {length} of {key!r}")
         if self.manifest["images"][1] != 3:
             raise Unusable("the network does not take pictures of red, green and blue")
         return found
@@ -175,12 +173,76 @@ def _manifest(path: Path) -> dict:
     for key, kind in NEEDED.items():
         if not isinstance(found.get(key), kind):
             raise Unusable(f"{path} is no manifest of an export: it has no {key!r}")
-    if found["dtype"] not in TYPES or len(found["images"]) != 4 or not found["targets"]:
-        raise Unusable(f"{path} is no manifest of an export: its sizes or types are none")
     for name in (TRAIN, PREDICT, PARAMETERS, CONSTANTS):
         if name not in found["files"]:
             raise Unusable(f"{path} is no manifest of an export: it has no hash of {name}")
+    wrong = next((key for key, right in _right(found).items() if not right), None)
+    if wrong is not None:
+        raise Unusable(f"{path} is no manifest of an export: its {wrong!r} cannot be")
+    if found.get("pictures") is not None:
+        _check_pictures(found["pictures"], found["outputs"])
     return found
+
+
+def _right(found: dict) -> dict[str, bool]:
+    """Whether what the manifest says can be, by key."""
+    images, targets = found["images"], found["targets"]
+    batch = images[0] if images else 0
+    return {
+        "dtype": found["dtype"] in TYPES,
+        "task": found["task"] in TASKS,
+        "outputs": _whole(found["outputs"]),
+        "images": len(images) == 4 and _sizes(images[1:]) and (batch is None or _whole(batch)),
+        "targets": len(targets) == TASKS.get(found["task"]) and _sizes(targets[1:]),
+        **{key: all(map(_sizes, found[key].values())) for key in ("parameters", "state")},
+        "optimizer": isinstance(found["optimizer"].get("name"), str),
+        "recipe": isinstance(found.get("recipe", {}), dict),
+        "check": _can_be_checked(found["check"], batch),
+    }
+
+
+def _can_be_checked(check: dict, batch: int | None) -> bool:
+    """Whether these are images, a rate and losses, which need not be finite."""
+    losses, count = check.get("losses"), check.get("images")
+    return (
+        isinstance(losses, list)
+        and len(losses) > 0
+        and all(type(loss) is float or _numbers([loss]) for loss in losses)
+        and _numbers([check.get("rate")])
+        and _whole(count)
+        and batch in (None, count)
+    )
+
+
+def _check_pictures(found, outputs: int) -> None:
+    """Refuse what pictures could not be prepared with."""
+    lengths = {"classes": outputs, "mean": 3, "std": 3}
+    for key, length in lengths.items():
+        part = found.get(key) if isinstance(found, dict) else None
+        if not isinstance(part, list) or len(part) != length:
+            raise Unusable(f"{MANIFEST} does not fit the network: it needs {length} of {key!r}")
+    right = {
+        "classes": all(isinstance(name, str) for name in found["classes"]),
+        "mean": _numbers(found["mean"]),
+        "std": _numbers(found["std"]) and min(found["std"]) > 0,
+        "ignore": found.get("ignore") is None or _numbers([found["ignore"]]),
+    }
+    for key in right:
+        if not right[key]:
+            raise Unusable(f"{MANIFEST} does not say how to read pictures: its {key!r} cannot be")
+
+
+def _whole(x) -> bool:
+    return type(x) is int and 0 < x < 2**31
+
+
+def _sizes(x) -> bool:
+    return isinstance(x, list) and all(map(_whole, x))
+
+
+def _numbers(x) -> bool:
+    """Whether it is a list of numbers that float32 has."""
+    return isinstance(x, list) and all(type(v) in (int, float) and abs(v) < LARGEST for v in x)
 
 
 def _digest(path: Path) -> str:

@@ -29,16 +29,40 @@ def open_examples(model: Exported, data: Path) -> tuple[list[Example], list[Exam
     return photos.open_folder(Path(data), list(model.pictures["classes"]), model.masks)
 
 
+class Skipped:
+    """Broken pictures by their place in the folder of pictures, wherever that lies."""
+
+    def __init__(self, root: Path):
+        self.root, self.names = Path(root), []
+
+    def __contains__(self, path: Path) -> bool:
+        # earlier versions noted paths as they were given
+        return self._name(path) in self.names or str(path) in self.names
+
+    def add(self, path: Path) -> None:
+        self.names.append(self._name(path))
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self.root).as_posix()
+
+
 class Feeder:
     """Reads examples; one that is broken is told once, and left out from then on."""
 
-    def __init__(self, model: Exported, examples: list[Example], seed: int, varied: bool):
-        self.model, self.examples, self.seed, self.varied = model, examples, seed, varied
+    def __init__(
+        self,
+        model: Exported,
+        examples: list[Example],
+        seed: int,
+        varied: bool,
+        skipped: Skipped,
+    ):
+        self.model, self.examples, self.skipped = model, examples, skipped
+        self.seed, self.varied = seed, varied
         about = model.pictures
         self.mean, self.std = (
             np.array(about[key], np.float32)[:, None, None] for key in ("mean", "std")
         )
-        self.skipped: list[str] = []
 
     def batch(self, epoch: int, within: int, size: int) -> Batch | None:
         """The batch of a step; None where every picture of it is broken."""
@@ -60,12 +84,12 @@ class Feeder:
 
     def _one(self, i: int, epoch: int) -> tuple[np.ndarray, np.ndarray] | None:
         path, target = self.examples[i]
-        if str(path) in self.skipped:
+        if path in self.skipped:
             return None
         try:
             return self.prepared(path, target, noise("picture", self.seed, epoch, i))
         except Broken as error:
-            self.skipped.append(str(path))
+            self.skipped.add(path)
             print(f"skipped a broken picture: {error}", file=sys.stderr, flush=True)
             return None
 

@@ -7,8 +7,9 @@ import time
 import numpy as np
 
 from gradfilter_device import memory
-from gradfilter_device.exported import Exported, Unusable
+from gradfilter_device.exported import PREDICT, Exported, Unusable
 from gradfilter_device.stepping import Stepper
+from gradfilter_device.training import Tester
 
 TOLERANCE = 1e-3  # of a loss; float32 adds in another order everywhere
 
@@ -29,8 +30,16 @@ def compare(model: Exported, threads: int = 0) -> str:
     told = f"losses {own}; PyTorch's {expected}"
     if not wrong <= TOLERANCE:
         raise Unusable(f"this machine computes something else: {told}")
-    step = f"{1e3 * min(seconds):.0f} ms a step of {len(images)} images"
-    return f"ok: {told}; {step}, {memory.told()}"
+    step = f"{1e3 * min(seconds):.0f} ms a step of {len(images)} images, {memory.told()}"
+    check_scores(model, Tester(model, stepper.values, threads).scores(images))
+    return f"ok: {told}; {step}"
+
+
+def check_scores(model: Exported, scores: np.ndarray) -> None:
+    """Refuse scores that are not one number for every class, and every pixel of a mask."""
+    expected = (model.manifest["outputs"], *model.manifest["targets"][1:])
+    if scores.shape[1:] != expected or not np.isfinite(scores).all():
+        raise Unusable(f"{PREDICT} does not give numbers {expected} for an image")
 
 
 def pictures(manifest: dict, count: int) -> tuple[np.ndarray, np.ndarray]:

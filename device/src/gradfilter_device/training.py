@@ -15,7 +15,7 @@ import numpy as np
 
 from gradfilter_device import checkpoint, memory, metrics
 from gradfilter_device.exported import PREDICT, Exported, Unusable, Values
-from gradfilter_device.feeding import Batch, Feeder, open_examples
+from gradfilter_device.feeding import Batch, Feeder, Skipped, open_examples
 from gradfilter_device.interrupts import interrupts
 from gradfilter_device.photos import Example
 from gradfilter_device.screen import Line
@@ -69,9 +69,10 @@ class Run:
     def __init__(self, model: Exported, data: Path, folder: Path, options: Options, threads: int):
         self.model, self.folder, self.threads = model, folder, threads
         self.train, self.test = open_examples(model, data)
-        self.pictures = _digest(self.train, data)
+        self.pictures = _digest(data, self.train, self.test)
+        self.trained_on = _digest(data, self.train)  # all that earlier versions went by
         self.options = self.asked = options
-        self.step, self.rows, self.skipped = 0, [], []
+        self.step, self.rows, self.skipped = 0, [], Skipped(data)
         self.most: int | None = None  # bytes
         self.sums = [0.0, 0]  # of losses since the last evaluation, and their number
         _make(folder)
@@ -97,6 +98,12 @@ class Run:
     def total(self) -> int:
         return self.options.epochs * self.per_epoch
 
+    @property
+    def untested(self) -> bool:
+        """Whether an epoch has ended that has no row: earlier versions could stop there."""
+        tested = self.rows[-1]["step"] if self.rows else 0
+        return self.step % self.per_epoch == 0 and self.step != tested
+
     def agree(self, given: dict) -> None:
         """Refuse options that a run which goes on was not started with."""
         for name, value in given.items():
@@ -109,7 +116,7 @@ class Run:
     def limit(self, limit: int) -> None:
         """Keep the whole process below so many bytes, by a smaller batch if need be."""
         o, fixed = self.options, self.model.batch is not None or self.resumed
-        if self.step >= self.total:
+        if self.step >= self.total and not self.untested:
             return
         found = memory.fitting(limit, o.batch, fixed, self._trial())
         if found < o.batch:
@@ -126,16 +133,17 @@ class Run:
 
     def go(self, save_every: float) -> None:
         """Train to the end; saves at every epoch and every so many minutes."""
-        feeder = Feeder(self.model, self.train, self.options.seed, self.options.augment)
-        feeder.skipped = self.skipped
+        feeder = self._feeder()
         line, saved = Line("training", self.total), time.monotonic()
         with interrupts() as stop:
+            if self.untested:
+                self._evaluate()
+                self._check_memory()
             while self.step < self.total:
                 epoch, within = divmod(self.step, self.per_epoch)
                 batch = feeder.batch(epoch, within, self.options.batch)
                 self._take(batch, self.options.rate(self.step, self.total))
                 self.step += 1
-                self._check_memory()
                 line.show(self.step, f"loss {self.sums[0] / max(1, self.sums[1]):.3f}")
                 if self.step % self.per_epoch == 0:
                     line.end()
@@ -144,9 +152,14 @@ class Run:
                 elif stop or time.monotonic() - saved > 60 * save_every:
                     self._save()
                     saved = time.monotonic()
+                self._check_memory()  # of the test too, which has its row by now
                 if stop and self.step < self.total:
                     line.end()
                     raise KeyboardInterrupt("saved; the same command goes on")
+
+    def _feeder(self) -> Feeder:
+        o = self.options
+        return Feeder(self.model, self.train, o.seed, o.augment, self.skipped)
 
     def _take(self, batch: Batch | None, rate: float) -> None:
         """One step; a batch in which every picture is broken is none."""
@@ -160,15 +173,15 @@ class Run:
     def _check_memory(self) -> None:
         if self.most is not None and memory.peak() > self.most:
             self._save()
+            tested = " or the test after it" if self.step % self.per_epoch == 0 else ""
             raise Unusable(
-                f"step {self.step} took {memory.peak() / memory.MIB:.0f} MB, above the limit of "
-                f"{self.most / memory.MIB:.0f} MB; the run is saved"
+                f"step {self.step}{tested} took {memory.peak() / memory.MIB:.0f} MB, above the "
+                f"limit of {self.most / memory.MIB:.0f} MB; the run is saved"
             )
 
     def _trial(self) -> Callable[[int], None]:
         """Takes steps of so many pictures that change no parameter, and tests on them."""
-        feeder = Feeder(self.model, self.train, self.options.seed, self.options.augment)
-        feeder.skipped = self.skipped
+        feeder = self._feeder()
         tester = Tester(self.model, self.stepper.values, self.threads)
 
         def step(count: int) -> None:
@@ -199,19 +212,19 @@ class Run:
         }
         self.rows.append(row)
         self.sums = [0.0, 0]
-        print(metrics.told(row), flush=True)
         if self.best is row:
             own = {name: self.stepper.values[name] for name in self.model.parameters}
             checkpoint.save(self.folder / checkpoint.BEST, own, self._about())
         self._log()
         self._save()
+        print(metrics.told(row), flush=True)  # last: nobody may be there to read it
 
     def _about(self) -> dict:
         return {
             "step": self.step,
             "rows": self.rows,
             "sums": self.sums,
-            "skipped": self.skipped,
+            "skipped": self.skipped.names,
             "options": asdict(self.options),
             "export": self.model.digest,
             "asked": asdict(self.asked),
@@ -243,7 +256,7 @@ class Run:
         values, about = found
         if about["export"] != self.model.digest:
             raise Unusable(f"the run in {self.folder} is of another export; give another --run")
-        if about["pictures"] != self.pictures:
+        if about["pictures"] not in (self.pictures, self.trained_on):
             raise Unusable(
                 f"the run in {self.folder} began with other pictures; give another --run"
             )
@@ -254,7 +267,7 @@ class Run:
             )
         self.options, self.asked = (Options(**about[key]) for key in ("options", "asked"))
         self.step, self.rows = about["step"], about["rows"]
-        self.sums, self.skipped = about["sums"], about["skipped"]
+        self.sums, self.skipped.names = about["sums"], about["skipped"]
         print(f"going on after step {self.step}", flush=True)
         return values
 
@@ -275,13 +288,17 @@ def _make(folder: Path) -> None:
         raise Unusable(f"cannot make the folder {folder}: {error.strerror or error}") from error
 
 
-def _digest(examples: list[Example], data: Path) -> str:
+def _digest(data: Path, *parts: list[Example]) -> str:
     """Tells the pictures of a run from others, wherever their folder lies."""
     told = [
-        (path.relative_to(data).as_posix(), None if isinstance(target, Path) else target)
-        for path, target in examples
+        [
+            (path.relative_to(data).as_posix(), None if isinstance(target, Path) else target)
+            for path, target in examples
+        ]
+        for examples in parts
     ]
-    return hashlib.sha256(repr(told).encode(errors="surrogateescape")).hexdigest()
+    text = ",".join(map(repr, told))
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
 
 class Tester:
@@ -308,10 +325,9 @@ class Tester:
         found = self.scores(batch.images).argmax(1)
         return metrics.counts(batch.targets, found, self.model.manifest["outputs"])
 
-    def metrics(self, examples: list[Example], batch: int, skipped: list[str]) -> dict[str, float]:
+    def metrics(self, examples: list[Example], batch: int, skipped: Skipped) -> dict[str, float]:
         """Over all pictures, or all pixels of their masks, that count."""
-        feeder = Feeder(self.model, examples, 0, False)
-        feeder.skipped = skipped
+        feeder = Feeder(self.model, examples, 0, False, skipped)
         counted = sum(map(self.counts, _batches(feeder, batch)))
         if not np.any(counted):
             raise Unusable("none of the pictures to test on can be read")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,10 @@ class Runner:
 
     def check(self, images: Tensor, targets: Tensor, outputs: int) -> None:
         """Refuse what a runner could not feed to the network."""
+        if not _three(self.mean):
+            raise ValueError(f"export: a runner's mean must be 3 finite numbers, got {self.mean!r}")
+        if not _three(self.std) or min(self.std) <= 0:
+            raise ValueError(f"export: a runner's std must be 3 numbers above 0, got {self.std!r}")
         if len(self.classes) != outputs:
             raise ValueError(
                 f"export: the runner has {len(self.classes)} classes, the model {outputs} outputs"
@@ -44,6 +49,15 @@ class Runner:
         return {"pictures": pictures, "recipe": self.recipe or {}}
 
 
+def _three(values) -> bool:
+    """Whether these are three finite numbers, for red, green and blue."""
+    return (
+        isinstance(values, tuple | list)
+        and len(values) == 3
+        and all(isinstance(v, int | float) and math.isfinite(v) for v in values)
+    )
+
+
 def export(
     model: nn.Module,
     example: Tensor,
@@ -60,7 +74,8 @@ def export(
     `example` is a batch of images as the model takes them, `target` their classes [N] or masks
     [N, H, W]; the loss is the mean cross-entropy. The step is that of the plan on the model
     (`convert`), its trained parameters those that require a gradient now, its `optimizer` a
-    torch.optim.SGD or AdamW (default: SGD), with gradients clipped to a common norm of `clip`.
+    torch.optim.SGD or AdamW of just these (default: SGD), with gradients clipped to a common norm
+    of `clip`.
     The learning rate is an input of every step; parameters of a group with a lower one keep their
     share of it. Dropout and stochastic depth are left out.
     `batch` fixes the number of images a step; by default any number goes. `runner` tells

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from gradfilter.export.trace import Call, Result, Trace
+from gradfilter.export.trace import Call, NoForm, Result, Trace
 from gradfilter.layers import ConvOp
-from gradfilter.methods import Exact
+from gradfilter.methods import Exact, GalerkinFilter, GradientFilter
 from gradfilter.methods.method import Method
 
+ANYWHERE = (Exact, GalerkinFilter, GradientFilter)  # methods that any layer can be exported with
 BACKWARD = torch.ops.aten.convolution_backward.default
 # operators that hand a gradient on: looking back for where it was computed goes through them
 HANDED_ON = {
@@ -43,6 +46,19 @@ def no_exact_gradient(trace: Trace, model: nn.Module, parameters: list[str], gra
     for name, grad in zip(parameters, grads, strict=True):
         if name in names and any(call.target is BACKWARD for call in _sources(grad)):
             raise ValueError(_told(name, "it"))
+
+
+@contextmanager
+def naming_methods(model: nn.Module):
+    """Say with what has no form in a graph which layer it can be due to."""
+    try:
+        yield
+    except NoForm as error:
+        for name, m in model.named_modules():
+            if hasattr(m, "gf") and m.weight.requires_grad and type(m.gf.method) not in ANYWHERE:
+                told = f"{error}; layer {name!r} has {m.gf.method!r}: give it another method"
+                raise NoForm(told) from error
+        raise
 
 
 def _told(name: str, what: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradfilter.export import Runner, blocked, recorded, write
 from gradfilter.export.align import align
-from gradfilter.export.check import no_exact_gradient
+from gradfilter.export.check import naming_methods, no_exact_gradient
 from gradfilter.export.graph import OPSET, Batch, Graph, Value
 from gradfilter.export.inplace import in_place, wait_for_readers
 from gradfilter.export.lower import Lowering
@@ -32,23 +33,29 @@ TRAIN, PREDICT, CONSTANTS = "train.onnx", "predict.onnx", "constants.bin"
 PROBE, IN_BLOCKS = "probe.onnx", "-blocked.onnx"  # the end of the name of a graph in blocks
 PARAMETERS, MANIFEST = "parameters.npz", "manifest.json"
 NEW = "new."  # stands before the name of what a step puts out
+# names in a graph, of any optimizer, and in the files that NumPy writes of parameters
+OWN = ("rate", "images", "targets", "loss", "scores", "step", "file", "about")
+DTYPES = (torch.float32, torch.float64)
 
 
 class Export:
     """A training step, traced and lowered; `write` puts it into a folder."""
 
     def __init__(self, model: nn.Module, example, target, optimizer, clip, batch: int | None):
-        _check(model, example, target, clip, batch)
+        _check_model(model)
+        _check_given(example, target, clip, batch)
         self.model, self.batch, self.clip = model, batch, clip
-        self.optimizer, self.shares = understood(optimizer)
-        self.parameters = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.optimizer, self.shares = understood(optimizer, trained)
+        self.parameters = {n: p.detach() for n, p in trained.items()}
         self.state = self.optimizer.start(self.parameters)
+        _check_names(self.parameters, self.state)
         count = batch or 2
         self.example, self.target = (_repeated(t, count + 1) for t in (example, target))
         self.count = count
-        with evaluating(model):
+        with evaluating(model), naming_methods(model):
             step, prediction = self._step(), self._prediction()
-        self.train, self.predict = self._lowered(step), self._lowered(prediction)
+            self.train, self.predict = self._lowered(step), self._lowered(prediction)
         self.graphs = {TRAIN: self.train, PREDICT: self.predict}
         for name, found in ((TRAIN, step), (PREDICT, prediction)):
             graph = self._lowered(found, blocks=True)
@@ -56,12 +63,8 @@ class Export:
                 self.graphs |= {in_blocks(name): graph, PROBE: blocked.probe()}
 
     def _step(self) -> _Traced:
-        shares = {n: self.shares[p] for n, p in self.model.named_parameters() if p in self.shares}
-        if len(shares) < len(self.shares):
-            raise ValueError("export: the optimizer has parameters that are not the model's")
-        step = self.step = TrainingStep(
-            self.model, tuple(self.parameters), tuple(self.state), self.optimizer, self.clip, shares
-        )
+        names = tuple(self.parameters), tuple(self.state)
+        step = self.step = TrainingStep(self.model, *names, self.optimizer, self.clip, self.shares)
         fixed = [*self.parameters.values(), *self.state.values()]
         rate = torch.zeros((), dtype=self.example.dtype)
         found = _Traced(self, step, lambda n: [*fixed, rate, self.example[:n], self.target[:n]])
@@ -189,7 +192,7 @@ def _input(graph: Graph, name: str, t: Tensor, free: bool) -> Value:
     return graph.input(name, (Batch(), *shape[1:]) if per_image else shape, t.dtype)
 
 
-def _check(model, example, target, clip, batch) -> None:
+def _check_model(model: nn.Module) -> None:
     if not any(hasattr(m, "gf") for m in model.modules()):
         raise ValueError("export: convert the model first; gf.Exact() leaves every gradient exact")
     for name, m in model.named_modules():
@@ -202,16 +205,37 @@ def _check(model, example, target, clip, batch) -> None:
             raise ValueError("export: batch norm must be frozen: convert with norm='frozen'")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("export: the model has nothing to train: every parameter is frozen")
-    if not isinstance(example, Tensor) or example.ndim != 4 or not len(example):
-        raise ValueError("export: example must be a batch of images [N, C, H, W]")
-    if target.ndim not in (1, 3) or target.dtype != torch.int64 or len(target) != len(example):
-        raise ValueError("export: target must be int64, classes [N] or masks [N, H, W]")
+    for p in model.parameters():
+        if p.is_floating_point() and p.dtype not in DTYPES:
+            raise ValueError(f"export: the model is {p.dtype}; make it float() or double() first")
     if next(model.parameters()).device.type != "cpu":
         raise ValueError("export: move the model to the CPU first")
-    if batch is not None and batch < 1:
+
+
+def _check_given(example, target, clip, batch) -> None:
+    if not isinstance(example, Tensor) or example.ndim != 4 or not len(example):
+        raise ValueError("export: example must be a batch of images [N, C, H, W]")
+    if not isinstance(target, Tensor) or target.ndim not in (1, 3) or target.dtype != torch.int64:
+        raise ValueError("export: target must be int64, classes [N] or masks [N, H, W]")
+    if len(target) != len(example):
+        raise ValueError(f"export: {len(example)} images in example, but {len(target)} in target")
+    if example.dtype not in DTYPES:
+        raise ValueError(f"export: example must be float32 or float64, not {example.dtype}")
+    if batch is not None and (type(batch) is not int or batch < 1):
         raise ValueError(f"export: batch must be a whole number >= 1, got {batch!r}")
     if clip is not None and not clip > 0:
         raise ValueError(f"export: clip must be above 0, got {clip!r}")
+
+
+def _check_names(parameters: Iterable[str], state: Iterable[str]) -> None:
+    """Refuse a parameter with a name that the graphs, or files of parameters, need themselves."""
+    taken = {*OWN, *state, *(NEW + name for name in (*parameters, *state))}
+    for name in parameters:
+        if name in taken:
+            raise ValueError(
+                f"export: a parameter is called {name!r}, and so is something else in the graph; "
+                "give it another name"
+            )
 
 
 def _repeated(t: Tensor, count: int) -> Tensor:

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gradfilter.export import arithmetic, convolutions, maps, onthegrid, shapes
 from gradfilter.export.graph import Batch, Graph, Value
 from gradfilter.export.pieces import Pieces, elementwise
-from gradfilter.export.trace import Call, Result, Trace
+from gradfilter.export.trace import Call, NoForm, Result, Trace
 from gradfilter.region.grid import GridConv
 
 # name of an operator of PyTorch, without what follows the dot -> its body here
@@ -51,7 +51,7 @@ class Lowering:
         if call.fixed and not _computed((args, kwargs)):
             return call.target(*tree_map(_own, args), **kwargs)
         if call.name not in OPERATORS:
-            raise ValueError(f"export: there is no ONNX form of {call.target} here")
+            raise NoForm(f"export: there is no ONNX form of {call.target} here")
         body = OPERATORS[call.name]
         if call.name in arithmetic.PIECEWISE and any(isinstance(a, Pieces) for a in args):
 

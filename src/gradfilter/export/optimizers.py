@@ -86,12 +86,13 @@ def _zeros(keeps: tuple[str, ...], parameters: State) -> State:
 
 
 def understood(
-    optimizer: torch.optim.Optimizer | Optimizer | None,
-) -> tuple[Optimizer, dict[Tensor, float]]:
+    optimizer: torch.optim.Optimizer | Optimizer | None, trained: dict[str, Tensor]
+) -> tuple[Optimizer, dict[str, float]]:
     """The optimizer whose update is written down; refuses what that would change.
 
     With it the share of the learning rate that a parameter has, where its group's is not the
-    highest one.
+    highest one. `trained` are the parameters that require a gradient; frozen ones that the
+    optimizer holds too have no part in anything.
     """
     if optimizer is None:
         return Sgd(), {}
@@ -99,11 +100,11 @@ def understood(
         return optimizer, {}
     kinds = {torch.optim.SGD: _sgd, torch.optim.AdamW: _adamw}
     if type(optimizer) not in kinds:
-        raise ValueError(
-            f"export: the optimizer must be torch.optim.SGD or AdamW, got {optimizer!r}"
-        )
+        kind = type(optimizer).__name__
+        raise ValueError(f"export: the optimizer must be torch.optim.SGD or AdamW, not {kind}")
     read = kinds[type(optimizer)]
-    groups = optimizer.param_groups
+    groups = [g for g in optimizer.param_groups if any(p.requires_grad for p in g["params"])]
+    _check_parameters([p for g in groups for p in g["params"] if p.requires_grad], trained)
     found = {read(group) for group in groups}
     if len(found) > 1:
         raise ValueError(
@@ -111,7 +112,23 @@ def understood(
         )
     highest = max(float(group["lr"]) for group in groups)
     shares = {p: float(g["lr"]) / highest if highest else 1.0 for g in groups for p in g["params"]}
-    return found.pop(), {p: share for p, share in shares.items() if share != 1}
+    return found.pop(), {name: shares[p] for name, p in trained.items() if shares[p] != 1}
+
+
+def _check_parameters(held: list[Tensor], trained: dict[str, Tensor]) -> None:
+    """Refuse an optimizer that would train something else than the exported step."""
+    own, found = set(trained.values()), set(held)
+    if not found <= own:
+        raise ValueError(
+            "export: the optimizer has parameters that are not the model's; "
+            "make it from the parameters of the model that is exported"
+        )
+    missing = [name for name, p in trained.items() if p not in found]
+    if missing:
+        raise ValueError(
+            f"export: the optimizer does not train {missing[0]!r}, which requires a gradient; "
+            "freeze it (requires_grad_(False)), or give it to the optimizer"
+        )
 
 
 def _sgd(group: dict) -> Sgd:

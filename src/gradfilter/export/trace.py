@@ -32,6 +32,10 @@ RESHAPES = {
 }
 
 
+class NoForm(ValueError):
+    """Something that a step does and a static graph cannot do."""
+
+
 @dataclass(eq=False, repr=False)
 class Call:
     """An operator that was run; in its arguments, `Result`s stand for what others gave."""
@@ -119,11 +123,11 @@ class Recorder(TorchDispatchMode):
             if found is not NotImplemented:
                 return found
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise ValueError(f"export: the step draws random numbers ({func})")
+            raise NoForm(f"export: the step draws random numbers ({func})")
         known = tree_map(self.value, (args, kwargs))
         found = func(*args, **kwargs)
         if func is aten._local_scalar_dense.default and isinstance(known[0][0], Result):
-            raise ValueError("export: the step reads a number out of a tensor, and goes by it")
+            raise NoForm("export: the step reads a number out of a tensor, and goes by it")
         self._note(func, known, args, found)
         return found
 
@@ -141,7 +145,7 @@ class Recorder(TorchDispatchMode):
                     self.values[t] = Result(call, i)
             return
         if func.namespace != "aten" or len(results) != 1 or results[0] is not args[0]:
-            raise ValueError(f"export: {func} writes in place in a way that is not known here")
+            raise NoForm(f"export: {func} writes in place in a way that is not known here")
         self._written(args[0], Result(call))
 
     def add(self, func, args, kwargs, results) -> Call:

@@ -26,6 +26,10 @@ def write(trainer: Trainer, to: Path, batch: int | None = None) -> Path:
     masks = task.headline == "miou"
     shape = (2, trainer.size, trainer.size) if masks else (2,)
     recipe = {name: getattr(s, name) for name in RECIPE} | ({"batch": batch} if batch else {})
+    # the rate of an exported step is that of the group with the highest one
+    groups = trainer.optimizer.param_groups
+    trained = [g["share"] for g in groups if any(p.requires_grad for p in g["params"])]
+    recipe["lr"] *= max(trained)
     return gf.export(
         trainer.model,
         network.prepare(trainer.noise(2)).contiguous(),

@@ -1,0 +1,119 @@
+"""gradfilter-device: manifests that were changed, and what the self-test finds."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import tiny
+from on_device import changed, exported, module, refused, run
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    return tiny.photographs(tmp_path_factory.mktemp("device") / "photos", each=3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, photos):
+    return exported(tmp_path_factory.mktemp("device") / "exported", photos, epochs=1)
+
+
+def rewritten(**values):
+    """A change of a manifest."""
+    return lambda data: json.dumps(json.loads(data) | values).encode()
+
+
+def within(key: str, **values):
+    """A change of one part of a manifest."""
+    return lambda data: rewritten(**{key: json.loads(data)[key] | values})(data)
+
+
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        (rewritten(dtype="float64"), "does not fit"),
+        (rewritten(outputs=4), "does not fit"),
+        (rewritten(targets=[3]), "does not fit"),
+        (rewritten(targets=[None, 32, 32]), "its 'targets'"),
+        (rewritten(pictures={"classes": ["a"], "mean": [1] * 3, "std": [1] * 3}), "does not fit"),
+        (rewritten(pictures={}), "does not fit"),
+        (rewritten(images=[None, 3]), "no manifest"),
+        (rewritten(parameters=[]), "no manifest"),
+        (rewritten(files={}), "no hash of"),
+        (rewritten(format="1"), "no manifest"),
+        (rewritten(format=2), "format 2"),
+        (rewritten(recipe={"momentum": 0.9}), "'momentum'"),
+        (rewritten(recipe={"batch": 0}), "batch must be"),
+        (lambda data: b"[]", "no manifest"),
+    ],
+)  # fmt: skip
+def test_a_manifest_that_does_not_fit_is_refused(folder, photos, change, why, tmp_path):
+    other = changed(folder, tmp_path / "other", "manifest.json", change)
+    assert refused(run("train", photos, "--model", other, "--threads", 1), why)
+
+
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        (within("state", **{"momentum.0.weight": ["a"]}), "its 'state'"),
+        (within("state", **{"momentum.0.weight": [-1]}), "its 'state'"),
+        (within("state", **{"momentum.0.weight": 3}), "its 'state'"),
+        (within("parameters", **{"0.weight": [True]}), "its 'parameters'"),
+        (rewritten(images=[None, 3, "32", "32"]), "its 'images'"),
+        (rewritten(images=["4", 3, 32, 32]), "its 'images'"),
+        (rewritten(images=[0, 3, 32, 32]), "its 'images'"),
+        (rewritten(task="segmentation"), "its 'targets'"),
+        (rewritten(task="detection"), "its 'task'"),
+        (rewritten(outputs=0), "its 'outputs'"),
+        (rewritten(optimizer={}), "its 'optimizer'"),
+        (rewritten(recipe=[]), "its 'recipe'"),
+        (rewritten(recipe=None), "its 'recipe'"),
+        (rewritten(check={}), "its 'check'"),
+        (within("check", losses=["1.0"]), "its 'check'"),
+        (within("check", losses=[]), "its 'check'"),
+        (within("check", rate=None), "its 'check'"),
+        (within("check", images="2"), "its 'check'"),
+        (within("pictures", mean=None), "it needs 3 of 'mean'"),
+        (within("pictures", mean=["1", "2", "3"]), "its 'mean'"),
+        (within("pictures", mean=[float("nan")] * 3), "its 'mean'"),
+        (within("pictures", std=[1.0, 0, 1.0]), "its 'std'"),
+        (within("pictures", std=[1.0, -1, 1.0]), "its 'std'"),
+        (within("pictures", std=[10**400] * 3), "its 'std'"),
+        (within("pictures", classes=[1, 2, 3]), "its 'classes'"),
+        (within("pictures", ignore="255"), "its 'ignore'"),
+        (rewritten(pictures=[]), "it needs 3 of 'classes'"),
+    ],
+)  # fmt: skip
+def test_a_manifest_of_other_kinds_is_refused_by_every_command(
+    folder, change, why, tmp_path, capsys
+):
+    other = changed(folder, tmp_path / "other", "manifest.json", change)
+    given = {"train": [tmp_path], "predict": [tmp_path / "x.png"], "status": [], "self-test": []}
+    for command, arguments in given.items():
+        line = [command, *map(str, arguments), "--model", str(other)]
+        assert module("cli").main(line) == 2
+        told = capsys.readouterr().err
+        assert told.count("\n") == 1 and why in told
+
+
+def test_an_export_for_programs_of_ones_own_is_tested_too(folder, tmp_path):
+    """It does not say how to read pictures."""
+    other = changed(folder, tmp_path / "other", "manifest.json", rewritten(pictures=None))
+    assert "ok: losses" in run("self-test", "--model", other, "--threads", 1).stdout
+
+
+def test_the_self_test_asks_for_scores(folder, tmp_path):
+    hashes = json.loads((folder / "manifest.json").read_text())["files"]
+    change = within("files", **{"predict.onnx": hashes["train.onnx"]})
+    other = changed(folder, tmp_path / "other", "manifest.json", change)
+    shutil.copy(other / "train.onnx", other / "predict.onnx")
+    assert refused(run("self-test", "--model", other, "--threads", 1), "does not fit predict.onnx")
+
+
+@pytest.mark.parametrize("scores", [np.zeros((2, 4)), np.zeros((2, 3, 1)), np.full((2, 3), np.nan)])
+def test_scores_are_one_number_for_every_class(folder, scores):
+    model, selftest = module("exported").Exported(folder), module("selftest")
+    selftest.check_scores(model, np.zeros((2, 3)))
+    with pytest.raises(module("exported").Unusable, match="does not give numbers"):
+        selftest.check_scores(model, scores)
