@@ -95,7 +95,7 @@ class Pool(Step):
         count = tuple(-(-s // r) for s, r in zip(size, side, strict=True))
         if self.pool is None:
             g = (g / (size[0] * size[1])).expand(*g.shape[:2], *count)
-            return c.add(self.inputs[0], g)
+            return c.add(self.inputs[0], g.contiguous(memory_format=torch.channels_last))
         first = self.pool.reach(size, side, grid.side(c.method, self.pool.size(size)))
         g = kernels.max_pool_grid_backward(g, c.kept(self, "route"), *first, count)
         c.add(self.inputs[0], g / grid.areas(c.method, size, g.dtype, g.device))
