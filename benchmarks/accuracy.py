@@ -30,6 +30,7 @@ from gradfilter.recipes.settings import Settings
 
 RESULTS = Path(__file__).parent / "results" / "accuracy"
 SEEDS = (0, 1, 2)
+BACKBONE_HELP = "share of the learning rate that all but the output layer have"
 
 
 @dataclass(frozen=True)
@@ -117,17 +118,19 @@ def rows() -> list[Row]:
     )  # fmt: skip
 
 
-def plan_of(names: list[str], exact_from: str | None, fine: int, coarse: int) -> dict[str, dict]:
-    """Exact from one layer on; before it one patch on the small maps, another on the large.
+def plan_of(
+    names: list[str], exact_from: str | None, fine: int, coarse: int, early: int = 7
+) -> dict[str, dict]:
+    """Exact from one layer on; before it one patch in the early blocks, another in the others.
 
-    The encoder's maps are at their smallest stride from its eighth block on.
+    The encoder's maps are at their smallest from its eighth block, the seventh from 0, on.
     """
     found, exact = {}, False
     for name in names:
         exact = exact or (exact_from is not None and exact_from in name)
         block = name.split("features.")[-1].split(".")[0]
-        early = "features." in name and block.isdecimal() and int(block) < 7
-        patch = {"method": "galerkin", "patch": coarse if early else fine}
+        first = "features." in name and block.isdecimal() and int(block) < early
+        patch = {"method": "galerkin", "patch": coarse if first else fine}
         found[name] = {"method": "exact"} if exact else patch
     return found
 
@@ -245,14 +248,20 @@ def parser() -> argparse.ArgumentParser:
     )
     runs.add_arguments(p, RESULTS)
     p.add_argument("--size", type=int, help="image side, where not the network's own")
-    p.add_argument("--lr", type=float, help="learning rate, where not the recipe's")
-    add_backbone_rate(p)
+    help = "learning rates, where not the recipe's; rows are run at each"
+    p.add_argument("--lr", type=float, nargs="+", default=[None], help=help)
+    help = BACKBONE_HELP + "; rows are run at each"
+    p.add_argument("--backbone-lr", type=float, nargs="+", default=[1.0], help=help)
     return p
 
 
-def add_backbone_rate(p: argparse.ArgumentParser) -> None:
-    help = "share of the learning rate that all but the output layer have"
-    p.add_argument("--backbone-lr", type=float, default=1.0, help=help)
+def at_each_rate(args: argparse.Namespace) -> list[argparse.Namespace]:
+    """The arguments with one learning rate and one share of it."""
+    return [
+        argparse.Namespace(**vars(args) | {"lr": lr, "backbone_lr": share})
+        for lr in args.lr
+        for share in args.backbone_lr
+    ]
 
 
 def backbone_rate(args: argparse.Namespace) -> str:
@@ -273,14 +282,14 @@ def main(argv: list[str] | None = None) -> int:
     if args.list:
         print("\n".join(r.name for r in wanted))
     elif args.table:
-        print(table(args))
+        print("\n\n".join(table(one) for one in at_each_rate(args)))
     elif args.shared is None:
         print("accuracy.py: --shared FOLDER is needed", file=sys.stderr)
         return 2
     else:
         args.shared, args.results = args.shared.resolve(), args.results.resolve()
         args.results.mkdir(parents=True, exist_ok=True)
-        runs.run_all([run_of(r, args) for r in wanted], args)
+        runs.run_all([run_of(r, one) for one in at_each_rate(args) for r in wanted], args)
     return 0
 
 

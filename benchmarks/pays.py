@@ -309,7 +309,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--plot", type=Path, help="picture of the results")
     p.add_argument("--budgets", nargs="+", default=BUDGETS, metavar="MB", help="such as 80MB")
     p.add_argument("--size", type=int, default=SIZE, help="image side")
-    accuracy.add_backbone_rate(p)
+    p.add_argument("--backbone-lr", type=float, default=1.0, help=accuracy.BACKBONE_HELP)
     p.set_defaults(lr=None)
     return p
 

@@ -45,6 +45,7 @@ def test_the_table_gives_means_differences_and_what_was_not_run(tmp_path):
         write(tmp_path, "pets", "exact", seed, exact)
         write(tmp_path, "pets", "galerkin-grid7", seed, ours)
     args = accuracy.parser().parse_args(["--table", "--results", str(tmp_path)])
+    (args,) = accuracy.at_each_rate(args)
     table = accuracy.table(args).splitlines()
     ours = next(line for line in table if line.startswith("| galerkin-grid7"))
     assert "81.0 ± 2.8" in ours and "+0.00 (1 of 6)" in ours
@@ -67,6 +68,7 @@ def test_what_a_row_tells(tmp_path, monkeypatch):
     command = ["--shared", str(tmp_path / "shared"), "--results", str(tmp_path / "results")]
     options = ["--size", "32", "--steps", "2"]
     args = accuracy.parser().parse_args([*command, *options])
+    (args,) = accuracy.at_each_rate(args)
     args.until = float("inf")
     args.results.mkdir()
     row = accuracy.Row("pets", "mobilenet_v2", None, "galerkin-grid7", 0)
