@@ -86,6 +86,9 @@ DENSE = {
     "galerkin-grid14": METHODS["galerkin-grid14"],
     "gradient-filter-patch2": METHODS["gradient-filter-patch2"],
     "exact-early-patch2": {"plan": {"exact_from": None, "fine": 2, "coarse": 1}},
+    "exact-10-patch2": {
+        "plan": {"exact_from": "segmentation_head", "fine": 2, "coarse": 1, "early": 10}
+    },
     "exact-conv-patch2-all": {"plan": {"exact_from": "decoder.conv", "fine": 2, "coarse": 2}},
     "exact-conv-patch2": {"plan": {"exact_from": "decoder.conv", "fine": 2, "coarse": 4}},
     "exact-head-patch2": {"plan": {"exact_from": "decoder", "fine": 2, "coarse": 4}},
