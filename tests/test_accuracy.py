@@ -34,6 +34,23 @@ def test_a_plan_is_exact_from_one_layer_on_and_coarse_on_the_large_maps():
     ]
 
 
+def test_the_blocks_that_count_as_early_can_be_chosen():
+    names = ["encoder.features.9.conv.2", "encoder.features.10.conv.2"]
+    plan = accuracy.plan_of(names, exact_from=None, fine=2, coarse=1, early=10)
+    assert [layer["patch"] for layer in plan.values()] == [1, 2]
+
+
+def test_every_row_is_run_at_every_rate(tmp_path, monkeypatch):
+    taken = []
+    monkeypatch.setattr(accuracy.runs, "run_all", lambda runs, args: taken.extend(runs))
+    options = ["--lr", "0.05", "0.02", "--backbone-lr", "1", "0.1"]
+    folders = ["--shared", str(tmp_path), "--results", str(tmp_path)]
+    assert accuracy.main([*folders, *options, "--only", "pets-mobilenet_v2-all-exact-seed0"]) == 0
+    rates = [(run.settings.lr, run.settings.backbone_lr) for run in taken]
+    assert rates == [(0.05, 1.0), (0.05, 0.1), (0.02, 1.0), (0.02, 0.1)]
+    assert len({run.path for run in taken}) == 4
+
+
 def write(folder, data, method, seed, headline):
     row = accuracy.Row(data, "mobilenet_v2", None, method, seed)
     about = {"headline": headline, "command": "python benchmarks/accuracy.py"}
