@@ -5,7 +5,7 @@ cosine, warm-up, clip 2.0, frozen batch norm), tested once, at its end. A row's 
 of it; rows that have theirs are not run again. Data and ImageNet weights lie in one folder:
 
     PYTHONPATH=src python benchmarks/accuracy.py --shared FOLDER --jobs 3 --device cuda
-    PYTHONPATH=src python benchmarks/accuracy.py --shared FOLDER --only camvid --minutes 8
+    PYTHONPATH=src python benchmarks/accuracy.py --shared FOLDER --only camvid pets --minutes 8
     PYTHONPATH=src python benchmarks/accuracy.py --table        # what has been run, and what not
 """
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import sys
 import time
@@ -281,18 +280,20 @@ def file_of(row: Row, args: argparse.Namespace) -> Path:
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     args.until = time.time() + 60 * args.minutes
-    wanted = [r for r in rows() if re.search(args.only, r.name)]
+    args.results = args.results.resolve()
+    args.shared = args.shared and args.shared.resolve()
+    every = {file_of(r, one).stem: (r, one) for one in at_each_rate(args) for r in rows()}
+    wanted = runs.chosen(every, args.only)
     if args.list:
-        print("\n".join(r.name for r in wanted))
+        print("\n".join(file_of(*pair).stem for pair in wanted))
     elif args.table:
         print("\n\n".join(table(one) for one in at_each_rate(args)))
     elif args.shared is None:
         print("accuracy.py: --shared FOLDER is needed", file=sys.stderr)
         return 2
     else:
-        args.shared, args.results = args.shared.resolve(), args.results.resolve()
         args.results.mkdir(parents=True, exist_ok=True)
-        runs.run_all([run_of(r, one) for one in at_each_rate(args) for r in wanted], args)
+        runs.run_all([run_of(*pair) for pair in wanted], args)
     return 0
 
 

@@ -16,7 +16,6 @@ import argparse
 import copy
 import json
 import math
-import re
 import statistics
 import sys
 import time
@@ -317,7 +316,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     args.until = time.time() + 60 * args.minutes
-    wanted = [r for r in rows(args.budgets) if re.search(args.only, r.name)]
+    wanted = runs.chosen({r.name: r for r in rows(args.budgets)}, args.only)
     if args.list:
         print("\n".join(r.name for r in wanted))
     elif args.table:

@@ -11,11 +11,13 @@ import gc
 import json
 import multiprocessing
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import measure
 import torch
@@ -30,6 +32,7 @@ from gradfilter.recipes.parallel import World
 from gradfilter.recipes.settings import Settings
 from gradfilter.recipes.trainer import Diverged, Trainer
 
+Row = TypeVar("Row")
 LOSSES = 20  # shares of a run whose mean loss is noted
 SEEDS = 3
 
@@ -144,6 +147,12 @@ def _short(value, shared: Path):
     return str(Path(value).relative_to(shared)) if inside else Path(value).name
 
 
+def chosen(rows: dict[str, Row], only: list[str]) -> list[Row]:
+    """Of rows by name those that hold one of the expressions, those of the first one first."""
+    found = {name: row for e in only for name, row in rows.items() if re.search(e, name)}
+    return list(found.values())
+
+
 def run_all(runs: list[Run], args: argparse.Namespace) -> None:
     """Take the runs whose files are not there yet, `args.jobs` at a time."""
     left = [run for run in runs if not run.path.exists()]
@@ -191,7 +200,8 @@ def add_arguments(parser: argparse.ArgumentParser, results: Path) -> None:
     """The options of every benchmark that trains."""
     add = parser.add_argument
     add("--shared", type=Path, help="folder of the data and the ImageNet weights")
-    add("--only", default="", help="regular expression that a row's name must hold")
+    help = "regular expressions, one of which a row's name must hold; rows of the first come first"
+    add("--only", nargs="+", default=[""], help=help)
     add("--jobs", type=int, default=1, help="rows at a time, each in a process")
     add("--workers", type=int, default=0, help="processes that load, for each row")
     add("--threads", type=int, default=1, help="of each row's process")

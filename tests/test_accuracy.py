@@ -51,6 +51,14 @@ def test_every_row_is_run_at_every_rate(tmp_path, monkeypatch):
     assert len({run.path for run in taken}) == 4
 
 
+def test_rows_are_chosen_by_name_and_rate_in_the_order_asked_for(capsys):
+    one, other = "pets-mobilenet_v2-last4-asi-seed1", "pets-mobilenet_v2-all-exact-seed0"
+    options = ["--list", "--backbone-lr", "1", "0.1"]
+    assert accuracy.main([*options, "--only", f"{one}$", f"{other}-backbone", one]) == 0
+    listed = capsys.readouterr().out.split()
+    assert listed == [one, f"{other}-backbone0.1", f"{one}-backbone0.1"]
+
+
 def write(folder, data, method, seed, headline):
     row = accuracy.Row(data, "mobilenet_v2", None, method, seed)
     about = {"headline": headline, "command": "python benchmarks/accuracy.py"}
