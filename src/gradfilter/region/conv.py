@@ -134,7 +134,7 @@ class Conv(Step):
 
     def _output_tells(self, c) -> bool:
         """Whether the output is kept pixel by pixel, and tells f'."""
-        known = self.pool is None and self.act[0] in IDEMPOTENT and self.out in c.means
+        known = self.pool is None and self.act[0] in IDEMPOTENT and self.out in c.wanted
         return known and c.places[self.out].side == (1, 1)
 
     def _pooled(self, c, y, scale, shift, place, keep):
@@ -170,7 +170,7 @@ class Conv(Step):
         if self.pool is not None:
             g = self._unpool(c, g, place)
         batch = self.norm is not None and c.batch_norm(self.norm)
-        fold = None if self.norm is None or batch else c.folded.of[self.out]
+        fold = None if self.norm is None or batch else c.folded.of(self)
         add, wants = self.residual in c.needs, c.wiring.of[self.out]
         sums = None
         if wants.sums and not batch:

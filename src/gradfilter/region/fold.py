@@ -19,7 +19,7 @@ class Folded:
     A scale is never 0, so that it can be divided out again.
     """
 
-    def __init__(self, parts: list[Part], read):
+    def __init__(self, parts: list[Part], begin: dict[int, int], read):
         """`read(module, name)` gives a parameter, or None where the module has none."""
         norms = [norm for _, _, norm in parts]
         variance = torch.cat([n.running_var for n in norms])
@@ -28,10 +28,13 @@ class Folded:
         self.rstd = torch.rsqrt(variance + _epsilons(norms, variance))
         self.scale = torch.where(gamma.abs() < TINY, TINY, gamma).mul_(self.rstd)
         self.centre = torch.cat([_centre(read, conv, norm) for _, conv, norm in parts])
-        shift = torch.addcmul(beta, self.centre, self.scale, value=-1)
-        sizes = [n.num_features for n in norms]
-        pairs = zip(self.scale.split(sizes), shift.split(sizes), strict=True)
-        self.affine = {step.out: pair for (step, _, _), pair in zip(parts, pairs, strict=True)}
+        self.shift = torch.addcmul(beta, self.centre, self.scale, value=-1)
+        self.begin = begin  # see `begins`
+
+    def affine(self, step: Step) -> tuple[Tensor, Tensor]:
+        """Scale and shift of a step."""
+        own = _own(step, self.begin)
+        return self.scale[own], self.shift[own]
 
     def kept(self, first: int) -> list[Tensor]:
         """What the backward pass needs, of the channels from `first` on."""
@@ -52,14 +55,14 @@ class FoldedGradients:
     """Where the steps put what gamma, beta and the convolutions' biases get, all in two vectors."""
 
     def __init__(self, parts: list[Part], kept: list[Tensor]):
-        self.parts = parts
+        self.parts, self.begin = parts, begins(parts)
         self.scale, self.rstd, self.centre = kept
         self.sums, self.dots = torch.empty_like(self.scale), torch.empty_like(self.scale)
-        sizes = [norm.num_features for _, _, norm in parts]
-        vectors = (self.scale, self.rstd, self.sums, self.dots)
-        split = zip(*(v.split(sizes) for v in vectors), strict=True)
-        self.of = {step.out: Fold(*own) for (step, _, _), own in zip(parts, split, strict=True)}
         self.reached: set[int] = set()  # the steps whose convolution has put its sums and dots
+
+    def of(self, step: Step) -> Fold:
+        own = _own(step, self.begin)
+        return Fold(*(v[own] for v in (self.scale, self.rstd, self.sums, self.dots)))
 
     def hand_out(self, c) -> None:
         """The gradients of the batch norms behind convolutions.
@@ -71,10 +74,25 @@ class FoldedGradients:
         gamma = (self.dots / self.scale).addcmul_(self.sums, self.centre, value=-1)
         gamma.mul_(self.rstd)
         sizes = [norm.num_features for _, _, norm in self.parts]
-        for (step, _, norm), g_gamma in zip(self.parts, gamma.split(sizes), strict=True):
+        of_gamma, of_beta = gamma.split(sizes), self.sums.split(sizes)
+        for (step, _, norm), g_gamma, g_beta in zip(self.parts, of_gamma, of_beta, strict=True):
             if step.out in self.reached:
                 c.gradient(norm, "weight", g_gamma)
-                c.gradient(norm, "bias", self.of[step.out].sums)
+                c.gradient(norm, "bias", g_beta)
+
+
+def begins(parts: list[Part]) -> dict[int, int]:
+    """Where the channels of each step begin in the vectors."""
+    found, at = {}, 0
+    for step, _, norm in parts:
+        found[step.out] = at
+        at += norm.num_features
+    return found
+
+
+def _own(step: Step, begin: dict[int, int]) -> slice:
+    at = begin[step.out]
+    return slice(at, at + step.norm.num_features)
 
 
 def _or_full(read, norm: nn.Module, name: str, value: float) -> Tensor:

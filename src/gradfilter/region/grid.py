@@ -56,7 +56,7 @@ def grid_conv(
     method: Method, op: ConvOp, x_size: Pair, dtype: torch.dtype, device: torch.device
 ) -> GridConv:
     """The grid form of a convolution for one input size; made once."""
-    kind = _Filtered if isinstance(method, GradientFilter) else _Galerkin
+    kind = _Filtered if isinstance(method, GradientFilter) else Galerkin
     return kind(method, op, x_size, dtype, device)
 
 
@@ -82,7 +82,7 @@ class GridConv:
         kernels.row_dots(gw, w, out)
 
 
-class _Galerkin(GridConv):
+class Galerkin(GridConv):
     """gx = P W^T U P g: the counts N_a[p, q], and the cheapest way to apply them."""
 
     def __init__(self, method: GalerkinFilter, op: ConvOp, x_size: Pair, dtype, device):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +12,20 @@ from gradfilter import kernels
 from gradfilter.patches import upsample
 from gradfilter.region import grid
 from gradfilter.region.conv import Conv, Placed
-from gradfilter.region.fold import Folded, FoldedGradients, Part
+from gradfilter.region.fold import Folded, FoldedGradients, Part, begins
 from gradfilter.region.lower import Region
+from gradfilter.region.record import SHORTEST, BackwardTape, ForwardTape
 from gradfilter.region.step import Parameter, Step
 from gradfilter.region.wiring import Wiring
 
 SIZES = 256  # image sizes that a region remembers
+
+
+class Tapes(NamedTuple):
+    """The tapes of a region for one size of inputs, by where they begin; None: there is none."""
+
+    forward: dict[int, ForwardTape | None]
+    backward: dict[tuple[int, frozenset[int]], BackwardTape | None]  # and by the gradients there
 
 
 class Runner:
@@ -40,9 +49,11 @@ class Runner:
         # as the program was made: the modes may change before a backward pass
         self.batched = {id(n) for *_, n in norms if n.training or n.running_mean is None}
         self.folded = [part for part in norms if id(part[2]) not in self.batched]
+        self.begins = begins(self.folded)
         self.places: dict[tuple, dict[int, Placed]] = {}  # by size of the inputs, by convolution
         self.last_use = {v: i for i, s in enumerate(region.steps) for v in s.inputs}
         self.wirings: dict[tuple[bool, ...], Wiring] = {}
+        self.tapes: dict[tuple, Tapes] = {}
 
     def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
         tensors = [m._parameters[n] for m, n in self.parameters]
@@ -71,14 +82,21 @@ class Runner:
             self.places.clear()
         return self.places.setdefault(key, {})
 
+    def taped(self, inputs: list[Tensor], wiring: Wiring) -> Tapes | None:
+        """The tapes for inputs of this size, where the C kernels can play them."""
+        if not kernels.joined(inputs[0]):
+            return None
+        key = (id(wiring), *(x.shape[1:] for x in inputs))
+        if key not in self.tapes and len(self.tapes) >= SIZES:
+            self.tapes.clear()
+        return self.tapes.setdefault(key, Tapes({}, {}))
+
     def kept_parts(self, wiring: Wiring) -> tuple[list[Part], int]:
         """The folded batch norms from the first that a gradient reaches on; channels before it."""
-        before = 0
-        for i, (step, _, norm) in enumerate(self.folded):
+        for i, (step, _, _) in enumerate(self.folded):
             if step.out in wiring.needs:
-                return self.folded[i:], before
-            before += norm.num_features
-        return [], before
+                return self.folded[i:], self.begins[step.out]
+        return [], 0
 
 
 class _State:
@@ -87,7 +105,7 @@ class _State:
     def __init__(self, runner: Runner, tensors, wiring: Wiring):
         self.runner, self.tensors, self.wiring = runner, tensors, wiring
         self.method, self.needs = runner.region.method, wiring.needs
-        self.trained = wiring.trains
+        self.wanted, self.trained = wiring.wanted, wiring.trains
 
     def parameter(self, module: nn.Module, name: str) -> Tensor:
         return self.tensors[self.runner.position[id(module), name]]
@@ -115,9 +133,11 @@ class Forward(_State):
         self.means: dict[int, Tensor] = {}
         self.saved: dict[tuple, Tensor] = {}
         self.notes: dict[object, object] = {}
-        self.wanted = wiring.wanted
-        self.folded = Folded(runner.folded, self.optional) if runner.folded else None
-        self.places = runner.placed(inputs)
+        self.images = len(inputs[0])
+        self.folded = None
+        if runner.folded:
+            self.folded = Folded(runner.folded, runner.begins, self.optional)
+        self.places, self.tapes = runner.placed(inputs), runner.taped(inputs, wiring)
         self.here = 0
 
     def run(self) -> list[Tensor]:
@@ -126,12 +146,29 @@ class Forward(_State):
             if v in self.wanted:
                 x = self.dense[v]
                 self.means[v] = kernels.patch_mean(x, grid.side(self.method, tuple(x.shape[-2:])))
-        for self.here, step in enumerate(region.steps):
-            step.forward(self)
-            for v in step.inputs:
-                if self.runner.last_use[v] == self.here and v not in region.outputs:
-                    self.dense.pop(v, None)
+        while self.here < len(region.steps):
+            tape = self._tape()
+            if tape is not None and tape.play(self):
+                self.here = tape.end
+            else:
+                self._step(region.steps[self.here])
+                self.here += 1
         return [self.dense[v] for v in region.outputs]
+
+    def _step(self, step: Step) -> None:
+        step.forward(self)
+        for v in step.inputs:
+            if self.runner.last_use[v] == self.here and v not in self.runner.region.outputs:
+                self.dense.pop(v, None)
+
+    def _tape(self) -> ForwardTape | None:
+        """The tape that goes on from here, if there is one; written once."""
+        if self.tapes is None:
+            return None
+        if self.here not in self.tapes.forward:
+            tape = ForwardTape(self, self.here)
+            self.tapes.forward[self.here] = tape if tape.steps >= SHORTEST else None
+        return self.tapes.forward[self.here]
 
     def write(self, value: int, x: Tensor, mean: Tensor | None) -> None:
         """The map of a value; its patch mean too where the backward pass wants it."""
@@ -145,7 +182,7 @@ class Forward(_State):
         """Scale and shift that follow a convolution: its bias and its frozen batch norm."""
         if step.norm is None:
             return None, None if conv is None else self.optional(conv, "bias")
-        return self.folded.affine[step.out]
+        return self.folded.affine(step)
 
     def current_mean(self, value: int) -> Tensor | None:
         return self.means.get(value)
@@ -176,21 +213,41 @@ class Forward(_State):
 class Backward(_State):
     """The backward pass: every gradient is a map of patch means."""
 
-    def __init__(self, runner, tensors, wiring: Wiring, saved, means, folded, notes, places):
-        super().__init__(runner, tensors, wiring)
-        self.places = places
-        self.folded = FoldedGradients(runner.kept_parts(wiring)[0], folded) if folded else None
-        self.saved, self.means, self.notes = saved, means, notes
+    def __init__(self, ctx, tensors, saved, means, folded):
+        super().__init__(ctx.runner, tensors, ctx.wiring)
+        self.places, self.tapes, self.notes = ctx.places, ctx.tapes, ctx.notes
+        self.images = ctx.x_shapes[0][0]
+        self.folded = None
+        if folded:
+            self.folded = FoldedGradients(ctx.runner.kept_parts(ctx.wiring)[0], folded)
+        self.saved, self.means = saved, means
         self.grads: dict[int, Tensor] = {}
         self.parameter_grads: list[Tensor | None] = [None] * len(tensors)
 
     def run(self) -> None:
-        for step in reversed(self.runner.region.steps):
-            g = self.grads.pop(step.out, None)
-            if g is not None and step.out in self.needs:
-                step.backward(self, g)
+        steps = self.runner.region.steps
+        here = len(steps) - 1
+        while here >= 0:
+            tape = self._tape(here)
+            if tape is not None and tape.play(self):
+                here = tape.end
+                continue
+            g = self.grads.pop(steps[here].out, None)
+            if g is not None and steps[here].out in self.needs:
+                steps[here].backward(self, g)
+            here -= 1
         if self.folded is not None:
             self.folded.hand_out(self)
+
+    def _tape(self, here: int) -> BackwardTape | None:
+        """The tape that goes on from here, if there is one; written once."""
+        if self.tapes is None:
+            return None
+        key = here, frozenset(self.grads)
+        if key not in self.tapes.backward:
+            tape = BackwardTape(self, here)
+            self.tapes.backward[key] = tape if tape.steps >= SHORTEST else None
+        return self.tapes.backward[key]
 
     def add(self, value: int, g: Tensor) -> None:
         if value in self.needs:
@@ -225,7 +282,8 @@ class _RegionFunction(torch.autograd.Function):
         outputs = f.run()
         parts, before = runner.kept_parts(wiring)
         folded = f.folded.kept(before) if parts else []
-        ctx.runner, ctx.wiring, ctx.notes, ctx.places = runner, wiring, f.notes, f.places
+        ctx.runner, ctx.wiring, ctx.notes = runner, wiring, f.notes
+        ctx.places, ctx.tapes = f.places, f.tapes
         ctx.set_materialize_grads(False)  # what no gradient reaches gets none, not zeros
         ctx.saved_keys, ctx.mean_keys, ctx.folded = list(f.saved), list(f.means), len(folded)
         ctx.x_shapes = [tuple(x.shape) for x in inputs]
@@ -238,14 +296,12 @@ class _RegionFunction(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads):
-        runner, region, needs = ctx.runner, ctx.runner.region, ctx.wiring.needs
+        region, needs = ctx.runner.region, ctx.wiring.needs
         tensors = iter(ctx.saved_tensors)
         saved = {key: next(tensors) for key in ctx.saved_keys}
         means = {key: next(tensors) for key in ctx.mean_keys}
         folded = [next(tensors) for _ in range(ctx.folded)]
-        b = Backward(
-            runner, list(tensors), ctx.wiring, saved, means, folded, ctx.notes, ctx.places
-        )
+        b = Backward(ctx, list(tensors), saved, means, folded)
         for v, g in zip(region.outputs, grads, strict=True):
             if g is not None and v in needs:
                 g = g.contiguous(memory_format=torch.channels_last)

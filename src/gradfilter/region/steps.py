@@ -56,8 +56,8 @@ class Pointwise(Step):
             if c.trained(self.norm, "weight"):
                 product = grid.pixel_sum(g * c.mean(self.inputs[0]), area)
                 centred = product - g_shift * self.norm.running_mean
-                c.gradient(self.norm, "weight", centred * c.folded.of[self.out].rstd)
-            g = g * c.folded.of[self.out].scale[:, None, None]
+                c.gradient(self.norm, "weight", centred * c.folded.of(self).rstd)
+            g = g * c.folded.of(self).scale[:, None, None]
         c.add(self.inputs[0], g)
 
 
