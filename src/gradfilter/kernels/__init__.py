@@ -135,7 +135,7 @@ def joined(x: Tensor) -> ModuleType | None:
     `row_dots` do one after another.
     """
     backend = _backend(x)
-    return backend if backend is cpu and cpu.multiplies() else None
+    return backend if backend is cpu else None
 
 
 def row_dots(a: Tensor, b: Tensor, out: Tensor) -> None:

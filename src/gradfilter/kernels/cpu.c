@@ -8,8 +8,8 @@
  * Threads come from outside: gf_set_fork receives the fork primitive of the OpenMP runtime that
  * PyTorch already runs (GOMP_parallel), so there is one thread pool in the process, not two, and
  * no OpenMP is needed to build this. Work is cut into items that each own their outputs, so
- * results do not depend on the number of threads. Likewise gf_set_product receives the matrix
- * product that PyTorch multiplies by.
+ * results do not depend on the number of threads. Likewise gf_set_product may receive the matrix
+ * product that PyTorch multiplies by, which on some processors is faster than the one here.
  */
 #ifndef ISA
 
@@ -49,6 +49,8 @@ enum { NONE, RELU, RELU6, HARDSWISH, HARDSIGMOID, SILU, SIGMOID, GELU, GELU_TANH
 /* Floats of a 1x1 layer's output that one thread computes before it goes over them again, so that
  * they are still in the second cache. */
 #define STRIP 98304
+/* Floats of a product's left factor that stay in the cache while all columns are computed. */
+#define ROWS 16384
 
 /* ---- threads ---- */
 
@@ -97,17 +99,20 @@ static product_fn product;
 
 EXPORT void gf_set_product(product_fn fn) { product = fn; }
 
-/* c = alpha * op(a) op(b), columns first in memory: op(a) is m x k, op(b) k x n, c is dense. */
-static void multiply(const char *trans_a, const char *trans_b, idx m, idx n, idx k, float alpha,
-                     const float *a, idx lda, const float *b, idx ldb, float *c) {
-    const float beta = 0;
-    product(trans_a, trans_b, &m, &n, &k, &alpha, a, &lda, b, &ldb, &beta, c, &m);
-}
-
 /* Aligned memory, in bytes; NULL when there is none. */
 static void *scratch(idx bytes) {
     return aligned_alloc(64, (size_t)ceil_div(max_idx(bytes, 1), 64) * 64);
 }
+
+/* c [M][N] = alpha * a b. a(i, k) is a[i * ai + k * ak]; b is [K][N] or, turned, [N][K]. */
+struct product_job {
+    const float *a, *b;
+    float *c;
+    idx ai, ak, M, N, K, rows; /* rows of c that an item computes, of one panel of its columns */
+    float alpha;
+    int turned;
+    int *failed;
+};
 
 static void *zeroed(idx bytes) {
     void *space = scratch(bytes);
@@ -235,8 +240,8 @@ typedef void (*pixel_fn)(const struct pixel *);
 struct isa {
     const char *name;
     range_fn patch_mean, epilogue, depthwise, grid_backward, max_pool, pool_grid_backward;
-    range_fn slope_backward, row_dots, spread;
-    idx lanes;
+    range_fn slope_backward, row_dots, spread, product;
+    idx lanes, panel; /* columns of c that a product takes at a time */
 };
 
 /* ---- the second half of this file, once per instruction set ---- */
@@ -335,6 +340,33 @@ EXPORT const char *gf_source(void) { return SOURCE_HASH; }
  * nobody imports it: cpu_library.py opens the file with ctypes. */
 EXPORT void *PyInit__cpu(void) { return NULL; }
 
+/* Whether PyTorch's own product (MKL, on x86) is to be preferred: it is made for Intel's. */
+EXPORT int gf_wants_product(void) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    return __builtin_cpu_is("intel");
+#else
+    return 0;
+#endif
+}
+
+/* See struct product_job; ai or ak is 1. */
+static int multiply(const float *a, idx ai, idx ak, const float *b, int turned, float *c, idx M,
+                    idx N, idx K, float alpha, int threads) {
+    if (product) { /* columns first: c^T = b^T a^T */
+        const float beta = 0;
+        const idx ldb = turned ? K : N, lda = ak == 1 ? ai : ak;
+        product(turned ? "T" : "N", ak == 1 ? "N" : "T", &N, &M, &K, &alpha, b, &ldb, a, &lda, &beta,
+                c, &N);
+        return 0;
+    }
+    int failed = 0;
+    const idx rows = max_idx(24, turned ? 256 : ROWS / max_idx(K, 1));
+    struct product_job job = {a, b, c, ai, ak, M, N, K, rows, alpha, turned, &failed};
+    run(chosen->product, &job, ceil_div(M, rows) * ceil_div(N, chosen->panel), M * N * K / 8, threads);
+    return failed ? -1 : 0;
+}
+
 /* ---- the exported kernels; all return 0, or -1 when memory ran out ---- */
 
 EXPORT int gf_patch_mean(const float *x, float *mean, idx N, idx H, idx W, idx C, idx rh, idx rw,
@@ -363,8 +395,9 @@ EXPORT int gf_pointwise(const float *x, const float *w, const float *residual, c
     for (idx item = 0; item < N * P; item += tile) {
         const idx end = min_idx(item + tile, N * P);
         const idx first = item / P * H + item % P * rh, last = end / P * H + end % P * rh;
-        multiply("T", "N", C, (last - first) * W, K, 1, w, K, x + first * W * K, K,
-                 y + first * W * C);
+        if (multiply(x + first * W * K, K, 1, w, 1, y + first * W * C, (last - first) * W, C, K, 1,
+                     threads))
+            return -1;
         struct part part = {chosen->epilogue, &job, item};
         run(part_items, &part, end - item, (last - first) * W * C, threads);
     }
@@ -520,8 +553,8 @@ EXPORT int gf_pointwise_backward(const float *g, const float *slope, const float
     if (slope || scale || sum)
         gf_slope_backward(g, slope, scale, NULL, whole, sloped, scale ? space : NULL, sum, N, cells,
                           C, act, threads);
-    if (gx) multiply("N", "N", K, N * cells, C, into_gx, w, K, s, C, gx);
-    if (gw) multiply("N", "T", K, C, N * cells, into_gw, x, K, s, C, gw);
+    if (gx) multiply(s, C, 1, w, 0, gx, N * cells, K, C, into_gx, threads);
+    if (gw) multiply(s, 1, C, x, 0, gw, C, K, N * cells, into_gw, threads);
     if (dots) gf_row_dots(gw, w, dots, C, K, threads);
     free(space);
     return 0;
@@ -867,19 +900,6 @@ static void test_slope_backward(const struct geometry *t) {
     free(g), free(slope), free(scale), free(area);
 }
 
-static void naive_product(const char *ta, const char *tb, const idx *m, const idx *n, const idx *k,
-                          const float *alpha, const float *a, const idx *lda, const float *b,
-                          const idx *ldb, const float *beta, float *c, const idx *ldc) {
-    for (idx i = 0; i < *m; i++)
-        for (idx j = 0; j < *n; j++) {
-            double sum = 0;
-            for (idx l = 0; l < *k; l++)
-                sum += (double)(*ta == 'N' ? a[l * *lda + i] : a[i * *lda + l]) *
-                       (*tb == 'N' ? b[j * *ldb + l] : b[l * *ldb + j]);
-            c[j * *ldc + i] = (float)(*alpha * sum + (*beta ? *beta * c[j * *ldc + i] : 0));
-        }
-}
-
 static void test_pointwise(const struct geometry *t) {
     const idx C = t->C, K = t->k + 4, pixels = t->N * t->H * t->W, count = pixels * C;
     const idx cells = t->N * ceil_div(t->H, t->r_out) * ceil_div(t->W, t->r_out) * C;
@@ -976,7 +996,6 @@ static void test_max_pool(const struct geometry *t) {
 }
 
 int main(void) {
-    gf_set_product(naive_product);
     const struct geometry cases[] = {
         /* N   C   H   W  k  s  d before after r_in r_out act */
         {2, 16, 14, 14, 3, 1, 1, 1, 1, 2, 2, RELU6},  {1, 37, 15, 11, 3, 2, 1, 1, 1, 4, 2, SILU},
@@ -1034,6 +1053,11 @@ int main(void) {
 #define finish OWN(finish)
 #define mean_span OWN(mean_span)
 #define patch_mean_items OWN(patch_mean_items)
+#define tile OWN(tile)
+#define tiles_1 OWN(tiles_1)
+#define tiles_2 OWN(tiles_2)
+#define turn OWN(turn)
+#define product_items OWN(product_items)
 #define epilogue_span OWN(epilogue_span)
 #define epilogue_row OWN(epilogue_row)
 #define with_stats OWN(with_stats)
@@ -1282,6 +1306,131 @@ INLINE vf activate(const int act, vf z, float parameter, vf *slopes) {
         return z;
     }
 }
+
+/* ---- matrix products ---- */
+
+#define PANEL (2 * LANES)
+/* Rows of a tile: its sums, two vectors each, stay in the registers. */
+#if LANES == 16 || defined(__ARM_NEON)
+#define TALL 12
+#else
+#define TALL 6
+#endif
+
+/* `tall` rows of c and `wide` vectors of its columns, of which the last has `last` lanes. */
+INLINE void tile(const int tall, const int wide, const struct product_job *j, const float *a,
+                 const float *b, idx pitch, float *c, const idx last) {
+    vf sum[TALL][2];
+#pragma GCC unroll 12
+    for (int i = 0; i < tall; i++)
+        for (int v = 0; v < wide; v++) sum[i][v] = all(0);
+    for (idx k = 0; k < j->K; k++, a += j->ak, b += pitch) {
+        const vf first = load(b, wide == 1 ? last : LANES);
+        const vf second = wide == 1 ? first : load(b + LANES, last);
+#pragma GCC unroll 12
+        for (int i = 0; i < tall; i++) {
+            const vf factor = all(a[i * j->ai]);
+            sum[i][0] += factor * first;
+            if (wide == 2) sum[i][1] += factor * second;
+        }
+    }
+#pragma GCC unroll 12
+    for (int i = 0; i < tall; i++)
+        for (int v = 0; v < wide; v++)
+            store(c + i * j->N + v * LANES, sum[i][v] * j->alpha, v == wide - 1 ? last : LANES);
+}
+
+#define CASE(tall, wide)                                                        \
+    case tall:                                                                  \
+        if (last == LANES) tile(tall, wide, j, a, b, pitch, c, LANES);          \
+        else tile(tall, wide, j, a, b, pitch, c, last);                         \
+        break;
+#define EACH_HEIGHT(wide) CASE(1, wide) CASE(2, wide) CASE(3, wide) CASE(4, wide) CASE(5, wide) CASE(6, wide)
+#define EACH_TALL(wide)                                                                           \
+    CASE(7, wide) CASE(8, wide) CASE(9, wide) CASE(10, wide) CASE(11, wide) CASE(12, wide)
+#if TALL == 6
+#undef EACH_TALL
+#define EACH_TALL(wide)
+#endif
+#define DEFINE(wide)                                                                            \
+    static void tiles_##wide(idx tall, const struct product_job *j, const float *a, const float *b, \
+                             idx pitch, float *c, idx last) {                                   \
+        switch (tall) { EACH_HEIGHT(wide) EACH_TALL(wide) }                                     \
+    }
+DEFINE(1)
+DEFINE(2)
+#undef DEFINE
+#undef EACH_TALL
+#undef EACH_HEIGHT
+#undef CASE
+
+/* `n` rows of b, turned, as columns of a panel. [n][K] -> [K][PANEL] */
+static void turn(const float *b, idx n, idx K, float *panel) {
+    idx i = 0;
+#if LANES == 16
+    for (; i + 16 <= n; i += 16) {
+        idx k = 0;
+        for (; k + 16 <= K; k += 16) {
+            __m512 r[16], t[16];
+            for (int l = 0; l < 16; l++) r[l] = _mm512_loadu_ps(b + (i + l) * K + k);
+            for (int l = 0; l < 16; l += 2) {
+                t[l] = _mm512_unpacklo_ps(r[l], r[l + 1]);
+                t[l + 1] = _mm512_unpackhi_ps(r[l], r[l + 1]);
+            }
+            for (int l = 0; l < 16; l += 4)
+                for (int h = 0; h < 2; h++) {
+                    const __m512d even = (__m512d)t[l + h], odd = (__m512d)t[l + h + 2];
+                    r[l + 2 * h] = (__m512)_mm512_unpacklo_pd(even, odd);
+                    r[l + 2 * h + 1] = (__m512)_mm512_unpackhi_pd(even, odd);
+                }
+            for (int l = 0; l < 4; l++)
+                for (int h = 0; h < 2; h++) {
+                    t[l + 8 * h] = _mm512_shuffle_f32x4(r[l + 8 * h], r[l + 8 * h + 4], 0x88);
+                    t[l + 8 * h + 4] = _mm512_shuffle_f32x4(r[l + 8 * h], r[l + 8 * h + 4], 0xdd);
+                }
+            for (int l = 0; l < 8; l++) {
+                float *to = panel + (k + l) * PANEL + i;
+                _mm512_storeu_ps(to, _mm512_shuffle_f32x4(t[l], t[l + 8], 0x88));
+                _mm512_storeu_ps(to + 8 * PANEL, _mm512_shuffle_f32x4(t[l], t[l + 8], 0xdd));
+            }
+        }
+        for (; k < K; k++)
+            for (int l = 0; l < 16; l++) panel[k * PANEL + i + l] = b[(i + l) * K + k];
+    }
+#endif
+    for (; i < n; i++)
+        for (idx k = 0; k < K; k++) panel[k * PANEL + i] = b[i * K + k];
+}
+
+/* An item is some rows of c in one panel; those of one panel follow each other where b is turned. */
+static void product_items(const void *arg, idx begin, idx end) {
+    const struct product_job *j = arg;
+    const idx heights = ceil_div(j->M, j->rows), panels = ceil_div(j->N, PANEL);
+    float *space = j->turned ? scratch(j->K * PANEL * (idx)sizeof(float)) : NULL;
+    if (j->turned && !space) {
+        *j->failed = 1;
+        return;
+    }
+    for (idx item = begin, turned = -1; item < end; item++) {
+        const idx p = j->turned ? item / heights : item % panels, column = p * PANEL;
+        const idx n = min_idx(PANEL, j->N - column);
+        const idx first = (j->turned ? item % heights : item / panels) * j->rows;
+        const idx left = min_idx(j->rows, j->M - first), blocks = ceil_div(left, TALL);
+        const float *b = j->turned ? space : j->b + column;
+        if (j->turned && turned != p) turn(j->b + column * j->K, n, j->K, space);
+        turned = p;
+        for (idx block = 0; block < blocks; block++) {
+            const idx i = first + block * left / blocks, tall = first + (block + 1) * left / blocks - i;
+            const float *a = j->a + i * j->ai;
+            float *c = j->c + i * j->N + column;
+            const idx pitch = j->turned ? PANEL : j->N;
+            if (n > LANES) tiles_2(tall, j, a, b, pitch, c, n - LANES);
+            else tiles_1(tall, j, a, b, pitch, c, n);
+        }
+    }
+    free(space);
+}
+#undef TALL
 
 /* ---- patch means ---- */
 
@@ -1903,6 +2052,6 @@ static void pool_grid_backward_items(const void *arg, idx begin, idx end) {
 static const struct isa OWN(isa) = {
     QUOTE(ISA), patch_mean_items, epilogue_items, depthwise_items, grid_backward_items,
     max_pool_items, pool_grid_backward_items, slope_backward_items, row_dots_items,
-    spread_items, LANES};
+    spread_items, product_items, LANES, PANEL};
 
 #endif

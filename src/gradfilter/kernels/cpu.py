@@ -107,11 +107,6 @@ def epilogue(
     return y, mean, slope
 
 
-def multiplies() -> bool:
-    """Whether `pointwise` and `pointwise_grid_backward` can run here."""
-    return library().multiplies
-
-
 def pointwise(
     x: Tensor,
     w: Tensor,

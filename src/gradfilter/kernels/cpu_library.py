@@ -105,12 +105,7 @@ def _find() -> Path:
 
 
 def _product():
-    """The sgemm that PyTorch multiplies by, where it lets others call it.
-
-    Elsewhere than on x86-64 PyTorch may multiply by something faster.
-    """
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return None
+    """The sgemm that PyTorch multiplies by, where it lets others call it."""
     try:
         torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     except OSError:
@@ -134,9 +129,8 @@ class Library:
         self.threads = "PyTorch's OpenMP pool" if fork else "one (no GOMP_parallel in the process)"
         if fork:
             handle.gf_set_fork(fork)
-        product = _product()
-        self.multiplies = product is not None
-        self.products = "PyTorch's sgemm" if product else "none to call: PyTorch multiplies"
+        product = _product() if handle.gf_wants_product() else None
+        self.products = "PyTorch's sgemm" if product else "its own"
         if product:
             handle.gf_set_product(product)
         for name in _ARGTYPES:

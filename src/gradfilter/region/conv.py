@@ -197,11 +197,11 @@ class Conv(Step):
         if wants.gx:
             c.add(self.inputs[0], gx)
         if wants.gw:
-            c.gradient(self.module, "weight", gw)
+            c.parameter_gradient(self.module, "weight", gw)
         if fold:
             c.folded.reached.add(self.out)
         if wants.bias:
-            c.gradient(self.module, "bias", sums * fold.scale if fold else sums)
+            c.parameter_gradient(self.module, "bias", sums * fold.scale if fold else sums)
 
     def _unpool(self, c, g, place):
         route = c.kept(self, "route")
@@ -212,8 +212,8 @@ class Conv(Step):
         normal, rstd = c.kept(self, "normal"), c.kept(self, "rstd")
         gamma = c.optional(self.norm, "weight")
         g_beta, g_gamma = grid.pixel_sum(g, place.area), grid.pixel_sum(g * normal, place.area)
-        c.gradient(self.norm, "weight", g_gamma)
-        c.gradient(self.norm, "bias", g_beta)
+        c.parameter_gradient(self.norm, "weight", g_gamma)
+        c.parameter_gradient(self.norm, "bias", g_beta)
         pixels = g.shape[0] * place.size[0] * place.size[1]
         centred = g - (g_beta[:, None, None] + normal * g_gamma[:, None, None]) / pixels
         return centred * (rstd if gamma is None else rstd * gamma)[:, None, None]

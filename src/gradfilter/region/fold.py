@@ -13,27 +13,57 @@ TINY = 1e-20  # stands for a gamma nearer to 0
 Part = tuple[Step, nn.Module | None, nn.Module]  # a step, its convolution, its batch norm
 
 
+class Folding:
+    """The batch norms of a region that are folded, and where their parameters stand in its list."""
+
+    def __init__(self, parts: list[Part], position: dict[tuple[int, str], int]):
+        self.parts, self.norms = parts, [norm for _, _, norm in parts]
+        self.sizes = [norm.num_features for norm in self.norms]
+        self.begin: dict[int, int] = {}  # where the channels of each step begin in the vectors
+        for i, (step, _, _) in enumerate(parts):
+            self.begin[step.out] = sum(self.sizes[:i])
+        self.gamma, self.beta = (
+            [position.get((id(norm), name)) for norm in self.norms] for name in ("weight", "bias")
+        )
+        self.bias = [position.get((id(conv), "bias")) for _, conv, _ in parts]
+
+    def own(self, step: Step) -> slice:
+        """A step's part of the vectors."""
+        at = self.begin[step.out]
+        return slice(at, at + step.norm.num_features)
+
+    def reached(self, needs: frozenset[int]) -> tuple[list[Part], int]:
+        """The parts from the first that a gradient reaches on; channels before it."""
+        for i, (step, _, _) in enumerate(self.parts):
+            if step.out in needs:
+                return self.parts[i:], self.begin[step.out]
+        return [], 0
+
+
 class Folded:
     """gamma / sigma, 1 / sigma and the shift of every step with a frozen batch norm.
 
     A scale is never 0, so that it can be divided out again.
     """
 
-    def __init__(self, parts: list[Part], begin: dict[int, int], read):
-        """`read(module, name)` gives a parameter, or None where the module has none."""
-        norms = [norm for _, _, norm in parts]
-        variance = torch.cat([n.running_var for n in norms])
-        gamma = torch.cat([_or_full(read, n, "weight", 1.0) for n in norms])
-        beta = torch.cat([_or_full(read, n, "bias", 0.0) for n in norms])
-        self.rstd = torch.rsqrt(variance + _epsilons(norms, variance))
+    def __init__(self, folding: Folding, tensors: list[Tensor]):
+        buffers = [norm._buffers for norm in folding.norms]
+        variances = [own["running_var"] for own in buffers]
+        variance = torch.cat(variances)
+        gamma = torch.cat(_or_full(folding.gamma, tensors, variances, 1.0))
+        beta = torch.cat(_or_full(folding.beta, tensors, variances, 0.0))
+        self.rstd = torch.rsqrt(variance + _epsilons(folding.norms, variance))
         self.scale = torch.where(gamma.abs() < TINY, TINY, gamma).mul_(self.rstd)
-        self.centre = torch.cat([_centre(read, conv, norm) for _, conv, norm in parts])
+        # the mean a batch norm subtracts, less the bias of the convolution before it
+        means = [own["running_mean"] for own in buffers]
+        pairs = zip(means, folding.bias, strict=True)
+        self.centre = torch.cat([m if i is None else m - tensors[i] for m, i in pairs])
         self.shift = torch.addcmul(beta, self.centre, self.scale, value=-1)
-        self.begin = begin  # see `begins`
+        self.folding, self.begin = folding, folding.begin
 
     def affine(self, step: Step) -> tuple[Tensor, Tensor]:
         """Scale and shift of a step."""
-        own = _own(step, self.begin)
+        own = self.folding.own(step)
         return self.scale[own], self.shift[own]
 
     def kept(self, first: int) -> list[Tensor]:
@@ -54,14 +84,14 @@ class Fold(NamedTuple):
 class FoldedGradients:
     """Where the steps put what gamma, beta and the convolutions' biases get, all in two vectors."""
 
-    def __init__(self, parts: list[Part], kept: list[Tensor]):
-        self.parts, self.begin = parts, begins(parts)
+    def __init__(self, folding: Folding, kept: list[Tensor]):
+        self.folding, self.begin = folding, folding.begin
         self.scale, self.rstd, self.centre = kept
         self.sums, self.dots = torch.empty_like(self.scale), torch.empty_like(self.scale)
         self.reached: set[int] = set()  # the steps whose convolution has put its sums and dots
 
     def of(self, step: Step) -> Fold:
-        own = _own(step, self.begin)
+        own = self.folding.own(step)
         return Fold(*(v[own] for v in (self.scale, self.rstd, self.sums, self.dots)))
 
     def hand_out(self, c) -> None:
@@ -73,37 +103,19 @@ class FoldedGradients:
             return
         gamma = (self.dots / self.scale).addcmul_(self.sums, self.centre, value=-1)
         gamma.mul_(self.rstd)
-        sizes = [norm.num_features for _, _, norm in self.parts]
-        of_gamma, of_beta = gamma.split(sizes), self.sums.split(sizes)
-        for (step, _, norm), g_gamma, g_beta in zip(self.parts, of_gamma, of_beta, strict=True):
+        folding = self.folding
+        of_gamma, of_beta = gamma.split(folding.sizes), self.sums.split(folding.sizes)
+        for i, (step, _, _) in enumerate(folding.parts):
             if step.out in self.reached:
-                c.gradient(norm, "weight", g_gamma)
-                c.gradient(norm, "bias", g_beta)
+                c.gradient(folding.gamma[i], of_gamma[i])
+                c.gradient(folding.beta[i], of_beta[i])
 
 
-def begins(parts: list[Part]) -> dict[int, int]:
-    """Where the channels of each step begin in the vectors."""
-    found, at = {}, 0
-    for step, _, norm in parts:
-        found[step.out] = at
-        at += norm.num_features
-    return found
-
-
-def _own(step: Step, begin: dict[int, int]) -> slice:
-    at = begin[step.out]
-    return slice(at, at + step.norm.num_features)
-
-
-def _or_full(read, norm: nn.Module, name: str, value: float) -> Tensor:
-    p = read(norm, name)
-    return torch.full_like(norm.running_var, value) if p is None else p
-
-
-def _centre(read, conv: nn.Module | None, norm: nn.Module) -> Tensor:
-    """The mean the batch norm subtracts, less the bias of the convolution before it."""
-    bias = None if conv is None else read(conv, "bias")
-    return norm.running_mean if bias is None else norm.running_mean - bias
+def _or_full(
+    positions: list[int | None], tensors: list[Tensor], like: list[Tensor], value: float
+) -> list[Tensor]:
+    pairs = zip(positions, like, strict=True)
+    return [torch.full_like(t, value) if i is None else tensors[i] for i, t in pairs]
 
 
 def _epsilons(norms: list[nn.Module], like: Tensor) -> Tensor | float:

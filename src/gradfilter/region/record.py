@@ -32,6 +32,7 @@ class _Recorded:
         self.tape = Tape()
         self.slots: dict[object, int] = {}
         self.finds: list[Find] = []
+        self.parameters: list[int] = []  # the positions of those it reads
         self.steps = 0
 
     def slot(self, name: object, find: Find) -> int:
@@ -42,6 +43,7 @@ class _Recorded:
 
     def parameter(self, module: nn.Module, name: str) -> Spot:
         position = self.c.runner.position[id(module), name]
+        self.parameters.append(position)
         return Spot(self.slot(("parameter", position), lambda c: c.tensors[position]))
 
     def constant(self, name: object, t: Tensor) -> Spot:
@@ -53,9 +55,10 @@ class _Recorded:
 
     def run(self, c, images: int) -> list[Tensor] | None:
         """Play the tape; the tensors of the slots, or None where the kernels cannot read them."""
-        tensors = [find(c) for find in self.finds]
-        if not all(map(_readable, tensors)):
+        parameters = [c.tensors[position] for position in self.parameters]
+        if not all([_plain(t) and t.is_contiguous() for t in parameters]):
             return None
+        tensors = [find(c) for find in self.finds]
         self.tape.play(tensors, images)
         return tensors
 
@@ -194,7 +197,7 @@ class BackwardTape(_Recorded):
         self.before = frozenset(c.grads)  # the values that have a gradient already
         self.read: set[int] = set()  # those of them that are used up
         self.grads: dict[int, Map] = {}
-        self.made: list[tuple[nn.Module, str, int]] = []  # gradients of parameters, and their slots
+        self.made: list[tuple[int, int]] = []  # parameters, by position, and their gradients' slots
         self.folded: list[int] = []  # steps whose sums and dots are written
         steps, self.end = c.runner.region.steps, start
         while self.end >= 0 and self._take(steps[self.end]):
@@ -213,8 +216,8 @@ class BackwardTape(_Recorded):
             del c.grads[v]
         for v, g in self.grads.items():
             c.grads[v] = tensors[g.slot - FREE]
-        for module, name, slot in self.made:
-            c.gradient(module, name, tensors[slot - FREE])
+        for position, slot in self.made:
+            c.gradient(position, tensors[slot - FREE])
         if self.folded:
             c.folded.reached.update(self.folded)
         return True
@@ -355,9 +358,10 @@ class BackwardTape(_Recorded):
 
     def _made(self, step: Conv, name: str) -> Spot:
         """A parameter's gradient."""
-        shape = self.c.parameter(step.module, name).shape
+        position = self.c.runner.position[id(step.module), name]
+        shape = self.c.tensors[position].shape
         slot = self.slot(("made", step.out, name), lambda c: torch.empty(shape))
-        self.made.append((step.module, name, slot))
+        self.made.append((position, slot))
         return Spot(slot)
 
 
@@ -372,13 +376,6 @@ def _number(area: Tensor | float) -> float:
 
 def _plain(t: Tensor) -> bool:
     return t.dtype is torch.float32 and t.is_cpu
-
-
-def _readable(t: Tensor) -> bool:
-    if t.dtype is torch.int64:
-        return True
-    dense = t.is_contiguous() or t.is_contiguous(memory_format=torch.channels_last)
-    return dense and _plain(t)
 
 
 def _channels_last(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from gradfilter import kernels
 from gradfilter.patches import upsample
 from gradfilter.region import grid
 from gradfilter.region.conv import Conv, Placed
-from gradfilter.region.fold import Folded, FoldedGradients, Part, begins
+from gradfilter.region.fold import Folded, FoldedGradients, Folding
 from gradfilter.region.lower import Region
 from gradfilter.region.record import SHORTEST, BackwardTape, ForwardTape
 from gradfilter.region.step import Parameter, Step
@@ -48,8 +48,8 @@ class Runner:
         ]
         # as the program was made: the modes may change before a backward pass
         self.batched = {id(n) for *_, n in norms if n.training or n.running_mean is None}
-        self.folded = [part for part in norms if id(part[2]) not in self.batched]
-        self.begins = begins(self.folded)
+        folded = [part for part in norms if id(part[2]) not in self.batched]
+        self.folding = Folding(folded, self.position) if folded else None
         self.places: dict[tuple, dict[int, Placed]] = {}  # by size of the inputs, by convolution
         self.last_use = {v: i for i, s in enumerate(region.steps) for v in s.inputs}
         self.wirings: dict[tuple[bool, ...], Wiring] = {}
@@ -72,7 +72,8 @@ class Runner:
     def wiring(self, flags: tuple[bool, ...]) -> Wiring:
         found = self.wirings.get(flags)
         if found is None:
-            found = self.wirings[flags] = Wiring(self.region, self.parameters, flags)
+            found = Wiring(self.region, self.parameters, self.folding, self.position, flags)
+            self.wirings[flags] = found
         return found
 
     def placed(self, inputs: list[Tensor]) -> dict[int, Placed]:
@@ -90,13 +91,6 @@ class Runner:
         if key not in self.tapes and len(self.tapes) >= SIZES:
             self.tapes.clear()
         return self.tapes.setdefault(key, Tapes({}, {}))
-
-    def kept_parts(self, wiring: Wiring) -> tuple[list[Part], int]:
-        """The folded batch norms from the first that a gradient reaches on; channels before it."""
-        for i, (step, _, _) in enumerate(self.folded):
-            if step.out in wiring.needs:
-                return self.folded[i:], self.begins[step.out]
-        return [], 0
 
 
 class _State:
@@ -134,9 +128,7 @@ class Forward(_State):
         self.saved: dict[tuple, Tensor] = {}
         self.notes: dict[object, object] = {}
         self.images = len(inputs[0])
-        self.folded = None
-        if runner.folded:
-            self.folded = Folded(runner.folded, runner.begins, self.optional)
+        self.folded = Folded(runner.folding, tensors) if runner.folding else None
         self.places, self.tapes = runner.placed(inputs), runner.taped(inputs, wiring)
         self.here = 0
 
@@ -217,9 +209,7 @@ class Backward(_State):
         super().__init__(ctx.runner, tensors, ctx.wiring)
         self.places, self.tapes, self.notes = ctx.places, ctx.tapes, ctx.notes
         self.images = ctx.x_shapes[0][0]
-        self.folded = None
-        if folded:
-            self.folded = FoldedGradients(ctx.runner.kept_parts(ctx.wiring)[0], folded)
+        self.folded = FoldedGradients(ctx.wiring.folding, folded) if folded else None
         self.saved, self.means = saved, means
         self.grads: dict[int, Tensor] = {}
         self.parameter_grads: list[Tensor | None] = [None] * len(tensors)
@@ -254,10 +244,13 @@ class Backward(_State):
             before = self.grads.get(value)
             self.grads[value] = g if before is None else before + g
 
-    def gradient(self, module: nn.Module, name: str, g: Tensor) -> None:
-        if not self.trained(module, name):
+    def parameter_gradient(self, module: nn.Module, name: str, g: Tensor) -> None:
+        self.gradient(self.runner.position.get((id(module), name)), g)
+
+    def gradient(self, i: int | None, g: Tensor) -> None:
+        """A gradient of the i-th parameter."""
+        if i not in self.wiring.positions:
             return
-        i = self.runner.position[id(module), name]
         if g.dtype is not self.tensors[i].dtype:
             g = g.to(self.tensors[i].dtype)
         before = self.parameter_grads[i]
@@ -280,8 +273,7 @@ class _RegionFunction(torch.autograd.Function):
         wiring = runner.wiring(flags)
         f = Forward(runner, inputs, parameters, wiring)
         outputs = f.run()
-        parts, before = runner.kept_parts(wiring)
-        folded = f.folded.kept(before) if parts else []
+        folded = f.folded.kept(wiring.before) if wiring.folding else []
         ctx.runner, ctx.wiring, ctx.notes = runner, wiring, f.notes
         ctx.places, ctx.tapes = f.places, f.tapes
         ctx.set_materialize_grads(False)  # what no gradient reaches gets none, not zeros

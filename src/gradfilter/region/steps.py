@@ -52,11 +52,11 @@ class Pointwise(Step):
         if self.norm is not None:
             area = grid.areas(c.method, c.noted(self, "size"), g.dtype, g.device)
             g_shift = grid.pixel_sum(g, area)
-            c.gradient(self.norm, "bias", g_shift)
+            c.parameter_gradient(self.norm, "bias", g_shift)
             if c.trained(self.norm, "weight"):
                 product = grid.pixel_sum(g * c.mean(self.inputs[0]), area)
                 centred = product - g_shift * self.norm.running_mean
-                c.gradient(self.norm, "weight", centred * c.folded.of(self).rstd)
+                c.parameter_gradient(self.norm, "weight", centred * c.folded.of(self).rstd)
             g = g * c.folded.of(self).scale[:, None, None]
         c.add(self.inputs[0], g)
 

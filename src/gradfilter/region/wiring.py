@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from gradfilter.region.fold import Folding
 from gradfilter.region.lower import Region
 from gradfilter.region.step import Parameter
 
@@ -21,10 +22,18 @@ class Wants(NamedTuple):
 class Wiring:
     """Which values a gradient has to reach, and what is wanted on the way."""
 
-    def __init__(self, region: Region, parameters: list[Parameter], flags: tuple[bool, ...]):
-        count = len(region.inputs)
-        own = zip(parameters, flags[count:], strict=True)
+    def __init__(
+        self,
+        region: Region,
+        parameters: list[Parameter],
+        folding: Folding | None,
+        position: dict[tuple[int, str], int],
+        flags: tuple[bool, ...],
+    ):
+        trained = flags[len(region.inputs) :]
+        own = zip(parameters, trained, strict=True)
         self.trained = {(id(m), n) for (m, n), flag in own if flag}
+        self.positions = frozenset(i for i, flag in enumerate(trained) if flag)
         found = {v for v, f in zip(region.inputs, flags, strict=False) if f}
         for step in region.steps:
             trained = any((id(m), n) in self.trained for m, n in step.parameters())
@@ -32,6 +41,9 @@ class Wiring:
                 found.add(step.out)
         self.needs = frozenset(found)  # the values that a gradient has to reach
         reached = [s for s in region.steps if s.out in found]
+        # the folded batch norms from the first that a gradient reaches on, and channels before it
+        parts, self.before = folding.reached(self.needs) if folding else ([], 0)
+        self.folding = Folding(parts, position) if parts else None
         self.wanted = {v for s in reached for v in s.means(self.trains)}  # whose means are kept
         self.of = {s.out: self._wants(s) for s in reached if hasattr(s, "norm")}
 
