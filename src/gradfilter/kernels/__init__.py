@@ -21,6 +21,8 @@ from gradfilter.kernels.eager import ACTIVATIONS, pool_reach, wide
 
 __all__ = [
     "ACTIVATIONS",
+    "conv3x3_backward",
+    "conv3x3_pays",
     "convolve",
     "depthwise",
     "depthwise_grid_backward",
@@ -30,6 +32,7 @@ __all__ = [
     "max_pool_grid_backward",
     "patch_mean",
     "pool_reach",
+    "product",
     "row_dots",
     "slope_backward",
     "spread",
@@ -117,6 +120,7 @@ def _dispatched(body: Callable) -> Callable:
     return kernel
 
 
+conv3x3_backward = _dispatched(eager.conv3x3_backward)
 convolve = _dispatched(eager.convolve)
 patch_mean = _dispatched(eager.patch_mean)
 epilogue = _dispatched(eager.epilogue)
@@ -136,6 +140,18 @@ def joined(x: Tensor) -> ModuleType | None:
     """
     backend = _backend(x)
     return backend if backend is cpu else None
+
+
+def conv3x3_pays(g: Tensor, channels: int) -> bool:
+    """Whether this map's backend has a `conv3x3_backward` that is faster than other ways."""
+    return _backend(g) is cpu and cpu.conv3x3_pays(g, channels)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """The product of two matrices, in rows or columns."""
+    floats = a.dtype is torch.float32 and b.dtype is torch.float32 and a.is_cpu
+    plain = _FORCED or _chosen.get() is not None or not floats
+    return (eager if plain else _cpu()).product(a, b)
 
 
 def row_dots(a: Tensor, b: Tensor, out: Tensor) -> None:

@@ -110,7 +110,20 @@ struct product_job {
     float *c;
     idx ai, ak, M, N, K, rows; /* rows of c that an item computes, of one panel of its columns */
     float alpha;
-    int turned;
+    int turned, packed, add; /* a panel of b is copied first; c is added to */
+    int *failed;
+};
+
+/* Both gradients of a 3x3 convolution of stride 1 and padding 1, by Winograd's F(4x4, 3x3): maps are
+ * cut into tiles of 4 x 4 outputs; of each tile 36 combinations of its pixels are made, whose products
+ * with 36 combinations of the kernel's taps tell the same as the 144 products of pixels and taps. */
+struct winograd_job {
+    const float *g, *x, *w; /* w is [O][3][3][C]; x NULL: no gw */
+    float *gx, *gw;         /* either may be NULL; gw as w */
+    /* combinations of g as input of gx [36][R][O] and as output [O / outs][36][R][outs], of x
+     * [36][R][C] */
+    float *seen, *given, *read;
+    idx N, H, W, C, O, R;       /* R tiles in all */
     int *failed;
 };
 
@@ -240,8 +253,9 @@ typedef void (*pixel_fn)(const struct pixel *);
 struct isa {
     const char *name;
     range_fn patch_mean, epilogue, depthwise, grid_backward, max_pool, pool_grid_backward;
-    range_fn slope_backward, row_dots, spread, product;
+    range_fn slope_backward, row_dots, spread, product, winograd_tiles, winograd_panels;
     idx lanes, panel; /* columns of c that a product takes at a time */
+    idx breadth, outs; /* channels, and rows of gw, that winograd takes at a time */
 };
 
 /* ---- the second half of this file, once per instruction set ---- */
@@ -361,8 +375,10 @@ static int multiply(const float *a, idx ai, idx ak, const float *b, int turned, 
         return 0;
     }
     int failed = 0;
-    const idx rows = max_idx(24, turned ? 256 : ROWS / max_idx(K, 1));
-    struct product_job job = {a, b, c, ai, ak, M, N, K, rows, alpha, turned, &failed};
+    /* Rows of b that lie far apart are worth a copy where many rows of c read them. */
+    const int packed = turned || (ak == 1 && K >= 512 && M >= 96 && N > chosen->panel);
+    const idx rows = max_idx(24, packed ? 256 : ROWS / max_idx(K, 1));
+    struct product_job job = {a, b, c, ai, ak, M, N, K, rows, alpha, turned, packed, 0, &failed};
     run(chosen->product, &job, ceil_div(M, rows) * ceil_div(N, chosen->panel), M * N * K / 8, threads);
     return failed ? -1 : 0;
 }
@@ -402,6 +418,28 @@ EXPORT int gf_pointwise(const float *x, const float *w, const float *residual, c
         run(part_items, &part, end - item, (last - first) * W * C, threads);
     }
     return 0;
+}
+
+/* c [M][N] = a b; a(i, k) is a[i * ai + k * ak], where ai or ak is 1; b is [K][N]. */
+EXPORT int gf_product(const float *a, const float *b, float *c, idx ai, idx ak, idx M, idx N, idx K,
+                      int threads) {
+    return multiply(a, ai, ak, b, 0, c, M, N, K, 1, threads);
+}
+
+/* See struct winograd_job. */
+EXPORT int gf_winograd(const float *g, const float *x, const float *w, float *gx, float *gw, idx N,
+                       idx H, idx W, idx C, idx O, int threads) {
+    int failed = 0;
+    const idx R = N * ceil_div(H, 4) * ceil_div(W, 4), seen = 36 * R * O, read = 36 * R * C;
+    const idx given = 36 * R * ceil_div(O, chosen->outs) * chosen->outs;
+    float *space = scratch(((gx ? seen : 0) + (gw ? given + read : 0)) * 4);
+    if (!space) return -1;
+    float *next = space + (gx ? seen : 0);
+    struct winograd_job job = {g, x, w, gx, gw, space, next, next + given, N, H, W, C, O, R, &failed};
+    run(chosen->winograd_tiles, &job, R, R * (O + C) * 36, threads);
+    run(chosen->winograd_panels, &job, ceil_div(C, chosen->breadth), 36 * O * C, threads);
+    free(space);
+    return failed ? -1 : 0;
 }
 
 /* geometry: kh kw sh sw top left dh dw, see struct depthwise_job */
@@ -553,11 +591,12 @@ EXPORT int gf_pointwise_backward(const float *g, const float *slope, const float
     if (slope || scale || sum)
         gf_slope_backward(g, slope, scale, NULL, whole, sloped, scale ? space : NULL, sum, N, cells,
                           C, act, threads);
-    if (gx) multiply(s, C, 1, w, 0, gx, N * cells, K, C, into_gx, threads);
-    if (gw) multiply(s, 1, C, x, 0, gw, C, K, N * cells, into_gw, threads);
+    int failed = 0;
+    if (gx) failed |= multiply(s, C, 1, w, 0, gx, N * cells, K, C, into_gx, threads);
+    if (gw) failed |= multiply(s, 1, C, x, 0, gw, C, K, N * cells, into_gw, threads);
     if (dots) gf_row_dots(gw, w, dots, C, K, threads);
     free(space);
-    return 0;
+    return failed;
 }
 
 EXPORT int gf_spread(const float *g, const float *taps_h, const float *taps_w, float *seen, idx N,
@@ -597,11 +636,12 @@ EXPORT int gf_add(const float *a, const float *b, float *sum, idx count) {
     return 0;
 }
 
-/* x[n][cell][c] /= area[cell], or / whole where area is NULL. */
-EXPORT int gf_divide(float *x, const float *area, float whole, idx N, idx cells, idx C) {
+/* y[n][cell][c] = x * factors[cell], or * factor where `factors` is NULL; y may be x. */
+EXPORT int gf_weigh(const float *x, const float *factors, float *y, float factor, idx N, idx cells,
+                    idx C) {
     for (idx i = 0; i < N * cells; i++) {
-        const float factor = 1 / (area ? area[i % cells] : whole);
-        for (idx c = 0; c < C; c++) x[i * C + c] *= factor;
+        const float f = factors ? factors[i % cells] : factor;
+        for (idx c = 0; c < C; c++) y[i * C + c] = x[i * C + c] * f;
     }
     return 0;
 }
@@ -629,7 +669,7 @@ static float real(idx word) {
 
 /* The kernels a tape may call, in the order of tape.py's table. */
 enum { PATCH_MEAN, POINTWISE, DEPTHWISE, ADD, POINTWISE_BACKWARD, SLOPE_BACKWARD, GRID_BACKWARD,
-       ROW_DOTS, DIVIDE };
+       ROW_DOTS, WEIGH };
 
 /* One call: its pointers, three words each, stand before its numbers. The number of images is not
  * among them. */
@@ -672,9 +712,9 @@ static int play(const struct playing *p, idx kernel, const idx *words) {
     }
     case ROW_DOTS:
         return gf_row_dots(AT(0), AT(1), AT(2), words[9], words[10], threads);
-    case DIVIDE: {
-        const idx *k = words + 6;
-        return gf_divide(AT(0), AT(1), real(k[0]), n, k[1], k[2]);
+    case WEIGH: {
+        const idx *k = words + 9;
+        return gf_weigh(AT(0), AT(1), AT(2), real(k[0]), n, k[1], k[2]);
     }
     }
     return -2;
@@ -1057,6 +1097,24 @@ int main(void) {
 #define tiles_1 OWN(tiles_1)
 #define tiles_2 OWN(tiles_2)
 #define turn OWN(turn)
+#define copy OWN(copy)
+#define product_rows OWN(product_rows)
+#define inputs_of OWN(inputs_of)
+#define taps_of OWN(taps_of)
+#define of_taps OWN(of_taps)
+#define outputs_of OWN(outputs_of)
+#define of_outputs OWN(of_outputs)
+#define pixels OWN(pixels)
+#define inputs_of_line OWN(inputs_of_line)
+#define taps_of_line OWN(taps_of_line)
+#define of_taps_line OWN(of_taps_line)
+#define outputs_of_line OWN(outputs_of_line)
+#define of_outputs_line OWN(of_outputs_line)
+#define winograd_tile OWN(winograd_tile)
+#define winograd_tile_items OWN(winograd_tile_items)
+#define winograd_gx OWN(winograd_gx)
+#define winograd_gw OWN(winograd_gw)
+#define winograd_panel_items OWN(winograd_panel_items)
 #define product_items OWN(product_items)
 #define epilogue_span OWN(epilogue_span)
 #define epilogue_row OWN(epilogue_row)
@@ -1336,8 +1394,12 @@ INLINE void tile(const int tall, const int wide, const struct product_job *j, co
     }
 #pragma GCC unroll 12
     for (int i = 0; i < tall; i++)
-        for (int v = 0; v < wide; v++)
-            store(c + i * j->N + v * LANES, sum[i][v] * j->alpha, v == wide - 1 ? last : LANES);
+        for (int v = 0; v < wide; v++) {
+            float *to = c + i * j->N + v * LANES;
+            const idx n = v == wide - 1 ? last : LANES;
+            const vf product = sum[i][v] * j->alpha;
+            store(to, j->add ? load(to, n) + product : product, n);
+        }
 }
 
 #define CASE(tall, wide)                                                        \
@@ -1402,31 +1464,245 @@ static void turn(const float *b, idx n, idx K, float *panel) {
         for (idx k = 0; k < K; k++) panel[k * PANEL + i] = b[i * K + k];
 }
 
-/* An item is some rows of c in one panel; those of one panel follow each other where b is turned. */
+/* Columns `first` to `first` + n of b. [K][N] -> [K][PANEL] */
+static void copy(const struct product_job *j, idx first, idx n, float *panel) {
+    for (idx k = 0; k < j->K; k++) memcpy(panel + k * PANEL, j->b + k * j->N + first, (size_t)n * 4);
+}
+
+/* `left` rows of c from `first` on and n of its columns, at most a panel; b and c are theirs. */
+INLINE void product_rows(const struct product_job *j, idx first, idx left, const float *b, idx pitch,
+                         float *c, idx n) {
+    const idx blocks = ceil_div(left, TALL);
+    for (idx block = 0; block < blocks; block++) {
+        const idx i = first + block * left / blocks, tall = first + (block + 1) * left / blocks - i;
+        const float *a = j->a + i * j->ai;
+        if (n > LANES) tiles_2(tall, j, a, b, pitch, c + i * j->N, n - LANES);
+        else tiles_1(tall, j, a, b, pitch, c + i * j->N, n);
+    }
+}
+
+/* An item is some rows of c in one panel; those of one panel follow each other where b is packed. */
 static void product_items(const void *arg, idx begin, idx end) {
     const struct product_job *j = arg;
     const idx heights = ceil_div(j->M, j->rows), panels = ceil_div(j->N, PANEL);
-    float *space = j->turned ? scratch(j->K * PANEL * (idx)sizeof(float)) : NULL;
-    if (j->turned && !space) {
+    float *space = j->packed ? scratch(j->K * PANEL * (idx)sizeof(float)) : NULL;
+    if (j->packed && !space) {
         *j->failed = 1;
         return;
     }
-    for (idx item = begin, turned = -1; item < end; item++) {
-        const idx p = j->turned ? item / heights : item % panels, column = p * PANEL;
+    for (idx item = begin, ready = -1; item < end; item++) {
+        const idx p = j->packed ? item / heights : item % panels, column = p * PANEL;
         const idx n = min_idx(PANEL, j->N - column);
-        const idx first = (j->turned ? item % heights : item / panels) * j->rows;
-        const idx left = min_idx(j->rows, j->M - first), blocks = ceil_div(left, TALL);
-        const float *b = j->turned ? space : j->b + column;
-        if (j->turned && turned != p) turn(j->b + column * j->K, n, j->K, space);
-        turned = p;
-        for (idx block = 0; block < blocks; block++) {
-            const idx i = first + block * left / blocks, tall = first + (block + 1) * left / blocks - i;
-            const float *a = j->a + i * j->ai;
-            float *c = j->c + i * j->N + column;
-            const idx pitch = j->turned ? PANEL : j->N;
-            if (n > LANES) tiles_2(tall, j, a, b, pitch, c, n - LANES);
-            else tiles_1(tall, j, a, b, pitch, c, n);
+        const idx first = (j->packed ? item % heights : item / panels) * j->rows;
+        const idx left = min_idx(j->rows, j->M - first);
+        const float *b = j->packed ? space : j->b + column;
+        if (j->packed && ready != p) {
+            if (j->turned) turn(j->b + column * j->K, n, j->K, space);
+            else copy(j, column, n, space);
         }
+        ready = p;
+        product_rows(j, first, left, b, j->packed ? PANEL : j->N, j->c + column, n);
+    }
+    free(space);
+}
+
+/* ---- Winograd's way to the gradients of a 3x3 convolution ---- */
+
+/* Rows of gw at a time, whole vectors. */
+#if LANES == 16
+#define OUTS 16
+#elif defined(__ARM_NEON)
+#define OUTS 12
+#else
+#define OUTS 8
+#endif
+/* Channels at a time: rows of weights lie far apart, and shorter pieces of them stream badly. */
+#define BREADTH (4 * LANES)
+/* Outputs whose combined taps lie in the cache while they are multiplied. */
+#define TAPS 64
+
+/* Transforms of one axis: B^T (of inputs), G (of taps) and A (of outputs), and their transposes. */
+INLINE void inputs_of_line(const vf *d, int s, vf *t, int u) {
+    const vf a = d[4 * s] - 4 * d[2 * s], b = d[3 * s] - 4 * d[s];
+    const vf c = d[4 * s] - d[2 * s], e = 2 * (d[3 * s] - d[s]);
+    t[0] = 4 * d[0] - 5 * d[2 * s] + d[4 * s];
+    t[u] = a + b;
+    t[2 * u] = a - b;
+    t[3 * u] = c + e;
+    t[4 * u] = c - e;
+    t[5 * u] = 4 * d[s] - 5 * d[3 * s] + d[5 * s];
+}
+INLINE void taps_of_line(const vf *w, int s, vf *t, int u) {
+    const vf a = (w[0] + w[2 * s]) * (-1.0f / 6), b = w[s] * (1.0f / 6);
+    const vf c = w[0] * (1.0f / 24) + w[2 * s] * (1.0f / 6), e = w[s] * (1.0f / 12);
+    t[0] = w[0] * 0.25f;
+    t[u] = a - b;
+    t[2 * u] = a + b;
+    t[3 * u] = c + e;
+    t[4 * u] = c - e;
+    t[5 * u] = w[2 * s];
+}
+INLINE void of_taps_line(const vf *m, int s, vf *t, int u) { /* G^T */
+    const vf a = m[s] + m[2 * s], b = m[2 * s] - m[s], c = m[3 * s] + m[4 * s], e = m[3 * s] - m[4 * s];
+    t[0] = m[0] * 0.25f - a * (1.0f / 6) + c * (1.0f / 24);
+    t[u] = b * (1.0f / 6) + e * (1.0f / 12);
+    t[2 * u] = (c - a) * (1.0f / 6) + m[5 * s];
+}
+INLINE void outputs_of_line(const vf *y, int s, vf *t, int u) { /* A */
+    const vf a = y[0] + y[2 * s], b = y[s] + y[3 * s];
+    const vf c = y[0] + 4 * y[2 * s], e = 2 * y[s] + 8 * y[3 * s];
+    t[0] = y[0];
+    t[u] = a + b;
+    t[2 * u] = a - b;
+    t[3 * u] = c + e;
+    t[4 * u] = c - e;
+    t[5 * u] = y[3 * s];
+}
+INLINE void of_outputs_line(const vf *m, int s, vf *t, int u) { /* A^T */
+    const vf a = m[s] + m[2 * s], b = m[s] - m[2 * s], c = m[3 * s] + m[4 * s], e = m[3 * s] - m[4 * s];
+    t[0] = m[0] + a + c;
+    t[u] = b + 2 * e;
+    t[2 * u] = a + 4 * c;
+    t[3 * u] = b + 8 * e + m[5 * s];
+}
+#define BOTH_AXES(name, ins, outs)                                                           \
+    INLINE void name(const vf *from, vf *to) {                                               \
+        vf half[outs * ins];                                                                 \
+        for (int i = 0; i < ins; i++) name##_line(from + i, ins, half + i, ins);             \
+        for (int i = 0; i < outs; i++) name##_line(half + i * ins, 1, to + i * outs, 1);     \
+    }
+BOTH_AXES(inputs_of, 6, 6)
+BOTH_AXES(taps_of, 3, 6)
+BOTH_AXES(of_taps, 6, 3)
+BOTH_AXES(outputs_of, 4, 6)
+BOTH_AXES(of_outputs, 6, 4)
+#undef BOTH_AXES
+
+/* `size` x `size` pixels of a map from (h0, w0) on, zero beyond it. */
+INLINE void pixels(const float *x, const struct winograd_job *j, idx C, int size, idx h0, idx w0,
+                   vf *to, const idx n) {
+    for (int a = 0; a < size; a++)
+        for (int b = 0; b < size; b++) {
+            const idx h = h0 + a, w = w0 + b;
+            const int inside = h >= 0 && h < j->H && w >= 0 && w < j->W;
+            to[a * size + b] = inside ? load(x + (h * j->W + w) * C, n) : all(0);
+        }
+}
+
+/* The combinations of one tile of a map, for n channels: of the 6 x 6 pixels that its 4 x 4 outputs
+ * read, or of its own. */
+INLINE void winograd_tile(const float *map, float *to, idx pitch, const struct winograd_job *j, idx C,
+                          idx tile, int as_output, const idx n) {
+    const idx across = ceil_div(j->W, 4), down = ceil_div(j->H, 4), image = tile / (across * down);
+    const idx h = tile / across % down * 4, w = tile % across * 4;
+    const float *own = map + image * j->H * j->W * C;
+    vf in[36], out[36];
+    if (as_output) {
+        pixels(own, j, C, 4, h, w, in, n);
+        outputs_of(in, out);
+    } else {
+        pixels(own, j, C, 6, h - 1, w - 1, in, n);
+        inputs_of(in, out);
+    }
+    for (idx p = 0; p < 36; p++) store(to + (p * j->R + tile) * pitch, out[p], n);
+}
+
+static void winograd_tile_items(const void *arg, idx begin, idx end) {
+    const struct winograd_job *j = arg;
+    for (idx tile = begin; tile < end; tile++) {
+#define SEEN(n) winograd_tile(j->g + c, j->seen + c, j->O, j, j->O, tile, 0, n)
+#define GIVEN(n)                                                                              \
+    winograd_tile(j->g + c, j->given + c / OUTS * OUTS * 36 * j->R + c % OUTS, OUTS, j, j->O, tile, 1, n)
+#define READ(n) winograd_tile(j->x + c, j->read + c, j->C, j, j->C, tile, 0, n)
+        if (j->gx) FOR_LANES(c, 0, j->O, SEEN);
+        if (j->gw) FOR_LANES(c, 0, j->O, GIVEN);
+        if (j->gw) FOR_LANES(c, 0, j->C, READ);
+#undef READ
+#undef GIVEN
+#undef SEEN
+    }
+}
+
+/* gx for some channels. `space` holds [36][TAPS][BREADTH] and [36][R][BREADTH]. */
+static void winograd_gx(const struct winograd_job *j, idx first, idx count, float *space) {
+    const idx C = j->C, O = j->O, R = j->R, across = ceil_div(j->W, 4), down = ceil_div(j->H, 4);
+    float *products = space + 36 * TAPS * BREADTH;
+    for (idx o0 = 0; o0 < O; o0 += TAPS) {
+        const idx some = min_idx(TAPS, O - o0);
+        for (idx o = 0; o < some; o++) {
+            vf taps[9], out[36];
+#define BODY(n)                                                                                 \
+    {                                                                                           \
+        const float *w = j->w + ((o0 + o) * 9 + 8) * C + first + c; /* turned round */          \
+        for (int t = 0; t < 9; t++) taps[t] = load(w - t * C, n);                               \
+        taps_of(taps, out);                                                                     \
+        for (idx p = 0; p < 36; p++) store(space + (p * TAPS + o) * BREADTH + c, out[p], n);      \
+    }
+            FOR_LANES(c, 0, count, BODY);
+#undef BODY
+        }
+        for (idx p = 0; p < 36; p++) {
+            const struct product_job job = {.a = j->seen + p * R * O + o0, .ai = O, .ak = 1,
+                                            .N = BREADTH, .K = some, .alpha = 1, .add = o0 > 0};
+            for (idx c = 0; c < count; c += PANEL)
+                product_rows(&job, 0, R, space + p * TAPS * BREADTH + c, BREADTH,
+                             products + p * R * BREADTH + c, min_idx(PANEL, count - c));
+        }
+    }
+    for (idx tile = 0; tile < R; tile++) {
+        const idx h0 = tile / across % down * 4, w0 = tile % across * 4;
+        float *gx = j->gx + tile / (across * down) * j->H * j->W * C + first;
+        vf m[36], out[16];
+#define BODY(n)                                                                                   \
+    {                                                                                             \
+        for (idx p = 0; p < 36; p++) m[p] = load(products + (p * R + tile) * BREADTH + c, n);       \
+        of_outputs(m, out);                                                                       \
+        for (idx h = h0; h < min_idx(h0 + 4, j->H); h++)                                          \
+            for (idx w = w0; w < min_idx(w0 + 4, j->W); w++)                                      \
+                store(gx + (h * j->W + w) * C + c, out[(h - h0) * 4 + w - w0], n);                \
+    }
+        FOR_LANES(c, 0, count, BODY);
+#undef BODY
+    }
+}
+
+/* gw for the channels of a panel, a few outputs at a time. `space` holds [36][OUTS][BREADTH]. */
+static void winograd_gw(const struct winograd_job *j, idx first, idx count, float *space) {
+    for (idx o0 = 0; o0 < j->O; o0 += OUTS) {
+        const idx tall = min_idx(OUTS, j->O - o0);
+        for (idx p = 0; p < 36; p++) {
+            const struct product_job job = {.a = j->given + (o0 * 36 + p * OUTS) * j->R, .ai = 1,
+                                            .ak = OUTS, .N = BREADTH, .K = j->R, .alpha = 1};
+            for (idx c = 0; c < count; c += PANEL)
+                product_rows(&job, 0, tall, j->read + p * j->R * j->C + first + c, j->C,
+                             space + p * OUTS * BREADTH + c, min_idx(PANEL, count - c));
+        }
+        for (idx o = 0; o < tall; o++) {
+            vf m[36], taps[9];
+#define BODY(n)                                                                                 \
+    {                                                                                           \
+        for (idx p = 0; p < 36; p++) m[p] = load(space + (p * OUTS + o) * BREADTH + c, n);        \
+        of_taps(m, taps);                                                                       \
+        for (int t = 0; t < 9; t++) store(j->gw + ((o0 + o) * 9 + t) * j->C + first + c, taps[t], n); \
+    }
+            FOR_LANES(c, 0, count, BODY);
+#undef BODY
+        }
+    }
+}
+
+static void winograd_panel_items(const void *arg, idx begin, idx end) {
+    const struct winograd_job *j = arg;
+    const idx rows = max_idx(j->gx ? TAPS + j->R : 0, OUTS);
+    float *space = scratch(36 * rows * BREADTH * (idx)sizeof(float));
+    if (!space) {
+        *j->failed = 1;
+        return;
+    }
+    for (idx panel = begin; panel < end; panel++) {
+        const idx first = panel * BREADTH, count = min_idx(BREADTH, j->C - first);
+        if (j->gx) winograd_gx(j, first, count, space);
+        if (j->gw) winograd_gw(j, first, count, space);
     }
     free(space);
 }
@@ -2052,6 +2328,7 @@ static void pool_grid_backward_items(const void *arg, idx begin, idx end) {
 static const struct isa OWN(isa) = {
     QUOTE(ISA), patch_mean_items, epilogue_items, depthwise_items, grid_backward_items,
     max_pool_items, pool_grid_backward_items, slope_backward_items, row_dots_items,
-    spread_items, product_items, LANES, PANEL};
+    spread_items, product_items, winograd_tile_items, winograd_panel_items, LANES, PANEL, BREADTH, OUTS};
+#undef OUTS
 
 #endif

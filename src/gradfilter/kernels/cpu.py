@@ -136,6 +136,20 @@ def pointwise(
     return y, mean, slope
 
 
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """See eager.product; b in rows, a in rows or columns."""
+    (m, k), n = a.shape, b.shape[1]
+    _floats(a, m * k), _floats(b, k * n)
+    if not b.is_contiguous() or not (a.is_contiguous() or a.T.is_contiguous()):
+        a, b = a.contiguous(), b.contiguous()
+    steps = (k, 1) if a.is_contiguous() else (1, m)
+    c = torch.empty((m, n))
+    _check(library().gf_product(
+        a.data_ptr(), b.data_ptr(), c.data_ptr(), *steps, m, n, k, torch.get_num_threads()
+    ))
+    return c
+
+
 def depthwise(
     x: Tensor,
     w: Tensor,
@@ -311,6 +325,28 @@ def spread(g: Tensor, taps_h: Tensor, taps_w: Tensor) -> Tensor:
         kh, kw, torch.get_num_threads(),
     ))
     return seen
+
+
+def conv3x3_pays(g: Tensor, channels: int) -> bool:
+    """Whether `conv3x3_backward` is faster than products with every tap."""
+    n, o, h, w = g.shape
+    return n * -(-h // 4) * -(-w // 4) >= 12 and min(o, channels) >= 32
+
+
+def conv3x3_backward(
+    g: Tensor, x: Tensor | None, w: Tensor, need_gx: bool = True, need_gw: bool = True
+) -> tuple[Tensor | None, Tensor | None]:
+    """See eager.conv3x3_backward; by Winograd's way."""
+    (n, o, h, width), c = g.shape, w.shape[1]
+    g, w = _channels_last(g), _channels_last(w)
+    x = _channels_last(x) if need_gw else None
+    gx = _map(n, c, h, width) if need_gx else None
+    gw = _map(o, c, 3, 3) if need_gw else None
+    _check(library().gf_winograd(
+        g.data_ptr(), _pointer(x), w.data_ptr(), _pointer(gx), _pointer(gw), n, h, width, c, o,
+        torch.get_num_threads(),
+    ))
+    return gx, gw
 
 
 def row_dots(a: Tensor, b: Tensor, out: Tensor) -> None:

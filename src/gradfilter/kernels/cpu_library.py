@@ -35,6 +35,8 @@ _ARGTYPES = {
     "gf_pointwise_backward": [_P] * 3 + [_F] + [_P] * 7 + [_F] * 2 + [_N] * 4 + [_I] * 2,
     "gf_spread": [_P] * 4 + [_N] * 8 + [_I],
     "gf_row_dots": [_P] * 3 + [_N] * 2 + [_I],
+    "gf_winograd": [_P] * 5 + [_N] * 5 + [_I],
+    "gf_product": [_P] * 3 + [_N] * 5 + [_I],
     "gf_play": [_P, _N, _P, _P, _N, _N, _I],
     "gf_pool_grid_backward": [_P] * 5 + [_N] * 8 + [_I],
 }

@@ -157,6 +157,22 @@ def depthwise_conv(
     return F.conv2d(x, w, None, stride, (top, left), dilation, groups=x.shape[1])
 
 
+def conv3x3_backward(
+    g: Tensor, x: Tensor | None, w: Tensor, need_gx: bool = True, need_gw: bool = True
+) -> tuple[Tensor | None, Tensor | None]:
+    """Both gradients of a 3x3 convolution with stride and padding 1; x is not read without gw."""
+    if x is None:
+        x = g.new_empty(len(g), w.shape[1], *g.shape[2:], memory_format=torch.channels_last)
+    return torch.ops.aten.convolution_backward(
+        g, x, w, None, (1, 1), (1, 1), (1, 1), False, (0, 0), 1, (need_gx, need_gw, False)
+    )[:2]
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """The product of two matrices."""
+    return a @ b
+
+
 def depthwise(
     x: Tensor,
     w: Tensor,

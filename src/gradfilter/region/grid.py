@@ -118,6 +118,8 @@ class Galerkin(GridConv):
             gx, gw = kernels.depthwise_grid_backward(g, x, w, *self.taps, need_gx, need_gw)
         elif self.diagonal is not None and op.groups == 1:
             return self._pointwise(g, x, w, need_gx, need_gw)
+        elif self.regular is not None and self.regular.quick(g, w):
+            gx, gw = self.regular.backward(g, x, w, need_gx, need_gw)
         elif op.groups == 1 and max(g.shape[-2:]) <= SMALL and not (g.is_cuda and self.regular):
             gx, gw = self._by_product(g, x, w, need_gx, need_gw)
         elif self.regular is not None:
@@ -133,18 +135,18 @@ class Galerkin(GridConv):
         rows = g.permute(0, 2, 3, 1).reshape(-1, o)  # [N*P*Q, O]
         gx = gw = None
         if need_gx:
-            flat = rows @ w.flatten(1)
+            flat = kernels.product(rows, w.flatten(1))
             gx = flat.view(n, p, q, -1).permute(0, 3, 1, 2)
             ratio = self.diagonal / self.area
             gx = gx if isinstance(ratio, float) and ratio == 1 else gx * ratio
         if need_gw:
             columns = x.permute(0, 2, 3, 1).reshape(len(rows), -1)  # [N*P*Q, C]
             if isinstance(self.diagonal, float):
-                gw = rows.T @ columns
+                gw = kernels.product(rows.T, columns)
                 gw = gw if self.diagonal == 1 else gw.mul_(self.diagonal)
             else:
                 scaled = (g * self.diagonal).permute(0, 2, 3, 1).reshape(-1, o)
-                gw = scaled.T @ columns
+                gw = kernels.product(scaled.T, columns)
             gw = gw.view_as(w)
         return gx, gw
 
@@ -156,13 +158,13 @@ class Galerkin(GridConv):
         if not need_gx:  # x as every tap sees it is smaller for a stem of 3 channels
             seen = torch.einsum("ncqs,apq->ncaps", x, self.taps[0])
             seen = torch.einsum("ncaps,brs->nprabc", seen, self.taps[1]).reshape(-1, w[0].numel())
-            gw = (_rows(g).T @ seen).view(o, kh, kw, -1).permute(0, 3, 1, 2)
+            gw = kernels.product(_rows(g).T, seen).view(o, kh, kw, -1).permute(0, 3, 1, 2)
             return gx, gw
         seen = kernels.spread(g, *self.taps)  # [N * Q1 * Q2, O * kh * kw]
         flat = w.permute(0, 2, 3, 1).reshape(o * kh * kw, -1)
-        gx = (seen @ flat).view(n, q1, q2, -1).permute(0, 3, 1, 2)
+        gx = kernels.product(seen, flat).view(n, q1, q2, -1).permute(0, 3, 1, 2)
         if need_gw:
-            gw = (seen.T @ _rows(x)).view(o, kh, kw, -1).permute(0, 3, 1, 2)
+            gw = kernels.product(seen.T, _rows(x)).view(o, kh, kw, -1).permute(0, 3, 1, 2)
         return gx, gw
 
     def _spread(self, g, x, w, need_gx, need_gw):
@@ -204,6 +206,11 @@ class _Regular:
         self.mix = torch.kron(*mix)  # [taps of the layer, taps of the small convolution]
         eye = torch.eye(len(self.mix), dtype=self.mix.dtype, device=self.mix.device)
         self.plain = kernel == op.kernel and torch.equal(self.mix, eye)
+        self.common = op == ConvOp((3, 3), (1, 1), (1, 1, 1, 1))
+
+    def quick(self, g: Tensor, w: Tensor) -> bool:
+        """Whether there is a kernel for just this."""
+        return self.common and kernels.conv3x3_pays(g, w.shape[1])
 
     def backward(self, g, x, w, need_gx, need_gw):
         mixed = w
@@ -222,6 +229,9 @@ class _Regular:
     def _both(self, g, x, w, need_gx, need_gw):
         """Both gradients by one call of PyTorch's own."""
         op = self.op
+        if self.quick(g, w):
+            like = w if need_gx else w.new_empty(*w.shape[:2], 3, 3)
+            return kernels.conv3x3_backward(g, x, like, need_gx, need_gw)
         if x is None:  # only its shape is read
             x = g.new_empty(self._input_shape(g, w)).contiguous(memory_format=torch.channels_last)
         w_shape = w if w.shape[2:] == op.kernel else w.new_empty(*w.shape[:2], *op.kernel)
@@ -337,10 +347,11 @@ class _Filtered(GridConv):
         n, _, p, q = g.shape
         rows, gx, gw = _rows(g), None, None
         if need_gx:
-            gx = (rows @ _tap_sum(w)).view(n, p, q, -1).permute(0, 3, 1, 2)
+            gx = kernels.product(rows, _tap_sum(w)).view(n, p, q, -1).permute(0, 3, 1, 2)
         if need_gw:
             even = self.whole and isinstance(self.area, float)
-            gw = rows.T @ _rows(x if even else self._to_blocks(x * self.area))
+            blocks = _rows(x if even else self._to_blocks(x * self.area))
+            gw = kernels.product(rows.T, blocks)
             gw = (gw.mul_(self.area) if even else gw)[:, :, None, None]
         return gx, gw
 

@@ -260,8 +260,10 @@ class BackwardTape(_Recorded):
         batch = step.norm is not None and c.batch_norm(step.norm)
         if step.pool is not None or batch or not _plain(w) or (wants.bias and step.norm):
             return False
+        if place.factors:
+            return True
         depthwise = 1 < place.op.groups == len(w) and w.shape[1] == 1 and step.residual is None
-        return bool(place.factors) or (depthwise and isinstance(place.grid, grid.Galerkin))
+        return isinstance(place.grid, grid.Galerkin) and (depthwise or _matched(place))
 
     def _convolution(self, step: Conv, g: Map) -> None:
         c, place = self.c, self.c.places[step.out]
@@ -273,13 +275,14 @@ class BackwardTape(_Recorded):
         z = None
         if step.residual in c.needs:
             z = g if slope is None else Map(g.shape)
-        cells, own = g.shape[1] * g.shape[2], None if z is g else z
+        own = None if z is g else z
         if place.factors:
             gx = Map((weight.shape[1], *g.shape[1:])) if wants.gx else None
-            self.tape.call(
-                "pointwise_backward", (g, slope, scale, own, sums, x, w, gx, gw, dots),
-                place.area, *place.factors, cells, weight.shape[1], g.shape[0], act,
-            )  # fmt: skip
+            places = g, slope, scale, own, sums, x, w, gx, gw, dots
+            self._products(places, place.area, *place.factors, act)
+        elif _matched(place):
+            s = self._sloped(step, place, g, slope, scale, sums, act, own)
+            gx = self._matched(step, place, s, x, w, gw, dots, weight.shape[1], wants.gx)
         else:
             s = self._sloped(step, place, g, slope, scale, sums, act)
             gx = self._depthwise(step, place, s, x, w, gw, wants.gx)
@@ -302,19 +305,51 @@ class BackwardTape(_Recorded):
             Spot(self.slot("dots", lambda c: c.folded.dots), at) if wants.gamma else None,
         )
 
-    def _sloped(self, step: Conv, place: Placed, g: Map, slope, scale, sums, act: int) -> Map:
-        """g times slope and scale; sums on the way."""
+    def _products(self, places: tuple, area: float, into_gx: float, into_gw: float, act=0):
+        """Both gradients of a 1x1 layer, or one of them."""
+        g, like_x = places[0], places[7] or places[5] or places[0]
+        sizes = g.shape[1] * g.shape[2], like_x.shape[0], g.shape[0]
+        self.tape.call("pointwise_backward", places, area, into_gx, into_gw, *sizes, act)
+
+    def _matched(self, step, place, s: Map, x, w, gw, dots, channels: int, need_gx) -> Map | None:
+        """A 1x1 layer on patches that match one to one but are not all whole."""
+        conv, gx, nothing = place.grid, None, (None,) * 4
+        if need_gx:
+            gx = Map((channels, *s.shape[1:]))
+            self._products((s, *nothing, None, w, gx, None, None), 1.0, 1.0, 1.0)
+            self._weigh(step, "gx", gx, conv.diagonal / conv.area, gx)
+        if gw is not None:
+            weighed = Map(s.shape)
+            self._weigh(step, "gw", s, conv.diagonal, weighed)
+            self._products((weighed, *nothing, x, w, None, gw, dots), 1.0, 1.0, 1.0)
+        return gx
+
+    def _weigh(self, step: Conv, name: str, x: Map, factors: Tensor | float, y: Map) -> None:
+        """Every patch of x times its factor."""
+        one = isinstance(factors, float)
+        if y is x and (factors == 1 if one else bool((factors == 1).all())):
+            return
+        own = None if one else self.constant((name, step.out), factors.contiguous())
+        number = factors if one else 0.0
+        self.tape.call("weigh", (x, own, y), number, x.shape[1] * x.shape[2], x.shape[0])
+
+    def _sloped(
+        self, step: Conv, place: Placed, g: Map, slope, scale, sums, act: int, z: Map | None = None
+    ) -> Map:
+        """g times slope and scale; sums, and where it is wanted g times slope (z), on the way."""
         changed = slope is not None or scale is not None
         if not changed and sums is None:
             return g
-        s, area = Map(g.shape) if changed else g, place.area
-        z, scaled = (s, None) if scale is None else (None, s)
+        if scale is None and changed:
+            z = z or Map(g.shape)
+        scaled = None if scale is None else Map(g.shape)
+        one = isinstance(place.area, float)
+        area = None if one else self.constant(("area", step.out), place.area.contiguous())
         self.tape.call(
-            "slope_backward",
-            (g, slope, scale, self._area(step, "g", area), z if changed else None, scaled, sums),
-            _number(area), g.shape[1] * g.shape[2], g.shape[0], act,
+            "slope_backward", (g, slope, scale, area, z, scaled, sums),
+            place.area if one else 0.0, g.shape[1] * g.shape[2], g.shape[0], act,
         )  # fmt: skip
-        return s
+        return scaled or z or g
 
     def _depthwise(self, step: Conv, place: Placed, g: Map, x, w, gw, need_gx: bool) -> Map | None:
         conv = place.grid
@@ -327,17 +362,9 @@ class BackwardTape(_Recorded):
         self.tape.call(
             "grid_backward", (g, x, w, *taps, gx, gw), *g.shape, *patches, *place.op.kernel
         )
-        if gx is not None and not (isinstance(conv.area, float) and conv.area == 1):
-            self.tape.call(
-                "divide", (gx, self._area(step, "x", conv.area)),
-                _number(conv.area), patches[0] * patches[1], g.shape[0],
-            )  # fmt: skip
+        if gx is not None:
+            self._weigh(step, "gx", gx, 1 / conv.area, gx)
         return gx
-
-    def _area(self, step: Conv, name: str, area: Tensor | float) -> Spot | None:
-        if isinstance(area, float):
-            return None
-        return self.constant(("area", name, step.out), area.contiguous())
 
     def _slope(self, step: Conv, place: Placed) -> tuple[Map | None, int]:
         """Where the slope is; or the output that tells it, and by which activation."""
@@ -370,8 +397,9 @@ def _patches(x: Map, side: tuple[int, int]) -> Map:
     return Map((x.shape[0], *(-(-s // r) for s, r in zip(x.shape[1:], side, strict=True))))
 
 
-def _number(area: Tensor | float) -> float:
-    return area if isinstance(area, float) else 0.0
+def _matched(place: Placed) -> bool:
+    """Whether both gradients are products, patch by patch."""
+    return place.op.groups == 1 and place.op.pointwise and place.grid.diagonal is not None
 
 
 def _plain(t: Tensor) -> bool:

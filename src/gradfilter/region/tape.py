@@ -25,10 +25,10 @@ from gradfilter.kernels.cpu_library import library
 
 # The kernels of cpu.c's enum, in its order.
 KERNELS = ["patch_mean", "pointwise", "depthwise", "add", "pointwise_backward", "slope_backward"]
-KERNELS += ["grid_backward", "row_dots", "divide"]
+KERNELS += ["grid_backward", "row_dots", "weigh"]
 CODES = {name: code for code, name in enumerate(KERNELS)}
 # Bytes of maps that a call on several images at once should read and write.
-AT_ONCE = 2 << 20
+AT_ONCE = 4 << 20
 ALIGNED = 16  # floats
 ALL = 1 << 40  # images at once
 LOCAL, WHOLE, FREE = 0, 1, 2  # slots: both arenas, the first of the others
@@ -115,8 +115,8 @@ class Tape:
                 m.spot = Spot(m.slot, 0, m.size)
             elif group_of[first] == group_of[last]:
                 within[group_of[first]][m] = first, last
-            else:
-                crossing[m] = first, last
+            else:  # a group is done with a map only when all its images are
+                crossing[m] = group_of[first], group_of[last]
         self.whole = _arranged(crossing, WHOLE)
         for group, own in zip(self.groups, within, strict=True):
             group.local = _arranged(own, LOCAL)
@@ -163,11 +163,11 @@ def _grouped(calls: list[Call]) -> list[Group]:
 
 
 def _arranged(lives: dict[Map, tuple[int, int]], slot: int) -> int:
-    """Give maps places in an arena, where those that live at the same time do not overlap.
+    """Give maps places in an arena, where those whose lives overlap do not.
 
     The largest are placed first, each as low as it can be. Returns the arena's floats an image.
     """
-    placed: list[tuple[int, int, int, int]] = []  # begin, end, first call, last call
+    placed: list[tuple[int, int, int, int]] = []  # begin, end, first and last of its life
     for m, (first, last) in sorted(lives.items(), key=lambda item: -item[0].size):
         begin = 0
         for low, high, since, until in sorted(placed):
