@@ -315,6 +315,7 @@ def plot(args: argparse.Namespace) -> None:
     from matplotlib.figure import Figure
 
     results = found(args)
+    run = {kind for *_, kind in results}
     figure = Figure(figsize=(4 * len(SETS), 3.4 * len(NETS)), layout="constrained")
     axes = figure.subplots(len(NETS), len(SETS), squeeze=False)
     for data, net in COLUMNS:
@@ -322,7 +323,8 @@ def plot(args: argparse.Namespace) -> None:
         panel = {k: v for k, v in results.items() if k[:2] == (data, net)}
         best = max([_score(v) for v in panel.values()], default=SHOWN)
         for number, kind in enumerate((*SINGLE, *reversed(PLANS))):  # the planned one on top
-            _curve(axis, [v for k, v in panel.items() if k[3] == kind], kind, f"C{number}")
+            if kind in run:
+                _curve(axis, [v for k, v in panel.items() if k[3] == kind], kind, f"C{number}")
         axis.set(title=told(data, net), ylim=(best - SHOWN, best + 2))
         axis.set(xlabel="memory of a step, MB", ylabel="top-1, %", xscale="log")
         ticks = [float(budget.removesuffix("MB")) for budget in args.budgets]
