@@ -49,6 +49,8 @@ enum { NONE, RELU, RELU6, HARDSWISH, HARDSIGMOID, SILU, SIGMOID, GELU, GELU_TANH
 /* Floats of a 1x1 layer's output that one thread computes before it goes over them again, so that
  * they are still in the second cache. */
 #define STRIP 98304
+/* Tiles of a convolution at a time, times its input channels, see struct winograd_job. */
+#define TILES 16384
 /* Floats of a product's left factor that stay in the cache while all columns are computed. */
 #define ROWS 16384
 
@@ -114,16 +116,18 @@ struct product_job {
     int *failed;
 };
 
-/* Both gradients of a 3x3 convolution of stride 1 and padding 1, by Winograd's F(4x4, 3x3): maps are
+/* A 3x3 convolution of stride 1 and padding 1 or its gradients, by Winograd's F(4x4, 3x3): maps are
  * cut into tiles of 4 x 4 outputs; of each tile 36 combinations of its pixels are made, whose products
  * with 36 combinations of the kernel's taps tell the same as the 144 products of pixels and taps. */
 struct winograd_job {
     const float *g, *x, *w; /* w is [O][3][3][C]; x NULL: no gw */
     float *gx, *gw;         /* either may be NULL; gw as w */
+    int ahead;    /* the convolution itself: from g, its input, to gx, its output; w is [C][3][3][O] */
+    int together; /* or, where it is ahead, [C][O][3][3] */
     /* combinations of g as input of gx [36][R][O] and as output [O / outs][36][R][outs], of x
      * [36][R][C] */
     float *seen, *given, *read;
-    idx N, H, W, C, O, R;       /* R tiles in all */
+    idx H, W, C, O, first, R; /* R tiles, from the first on */
     int *failed;
 };
 
@@ -435,9 +439,28 @@ EXPORT int gf_winograd(const float *g, const float *x, const float *w, float *gx
     float *space = scratch(((gx ? seen : 0) + (gw ? given + read : 0)) * 4);
     if (!space) return -1;
     float *next = space + (gx ? seen : 0);
-    struct winograd_job job = {g, x, w, gx, gw, space, next, next + given, N, H, W, C, O, R, &failed};
+    struct winograd_job job = {g, x, w, gx, gw, 0, 0, space, next, next + given, H, W, C, O, 0, R, &failed};
     run(chosen->winograd_tiles, &job, R, R * (O + C) * 36, threads);
     run(chosen->winograd_panels, &job, ceil_div(C, chosen->breadth), 36 * O * C, threads);
+    free(space);
+    return failed ? -1 : 0;
+}
+
+/* y [N][H][W][C] = x [N][H][W][K] * w [C][3][3][K] or, together, [C][K][3][3], see struct
+ * winograd_job; a few tiles at a time. */
+EXPORT int gf_winograd_forward(const float *x, const float *w, float *y, idx N, idx H, idx W, idx K,
+                               idx C, int together, int threads) {
+    int failed = 0;
+    const idx all = N * ceil_div(H, 4) * ceil_div(W, 4), most = min_idx(all, max_idx(48, TILES / K));
+    float *space = scratch(36 * most * K * 4);
+    if (!space) return -1;
+    for (idx first = 0; first < all; first += most) {
+        const idx R = min_idx(most, all - first);
+        struct winograd_job job = {x, NULL, w, y, NULL, 1, together, space, NULL, NULL, H, W, C, K, first,
+                                   R, &failed};
+        run(chosen->winograd_tiles, &job, R, R * K * 36, threads);
+        run(chosen->winograd_panels, &job, ceil_div(C, chosen->panel), 36 * K * C, threads);
+    }
     free(space);
     return failed ? -1 : 0;
 }
@@ -978,6 +1001,38 @@ static void test_pointwise(const struct geometry *t) {
     free(x), free(w), free(scale), free(g), free(df);
 }
 
+/* A 3x3 convolution with more outputs than are taken at a time, and its gradients. */
+static void test_winograd(const struct geometry *t) {
+    const idx C = t->C, O = t->k + 66, H = t->H, W = t->W, pixels = t->N * H * W;
+    float *x = drawn(pixels * C), *g = drawn(pixels * O), *w = drawn(O * 9 * C), *apart = drawn(O * 9 * C);
+    float *y = poison(pixels * O), *again = poison(pixels * O);
+    float *gx = poison(pixels * C), *gw = poison(O * 9 * C);
+    double *want_y = zeroed(pixels * O * 8), *want_again = zeroed(pixels * O * 8);
+    double *want_gx = zeroed(pixels * C * 8), *want_gw = zeroed(O * 9 * C * 8);
+    for (idx i = 0; i < O * 9 * C; i++) apart[i / C / 9 * 9 * C + i % C * 9 + i / C % 9] = w[i];
+    for (idx i = 0; i < pixels * 9; i++) {
+        const idx p = i / 9, tap = i % 9, h = p / W % H + tap / 3 - 1, v = p % W + tap % 3 - 1;
+        if (h < 0 || h >= H || v < 0 || v >= W) continue;
+        const idx q = p / (H * W) * H * W + h * W + v; /* the input pixel under this tap */
+        for (idx o = 0; o < O; o++)
+            for (idx c = 0; c < C; c++) {
+                const double own = w[(o * 9 + tap) * C + c];
+                want_y[p * O + o] += own * x[q * C + c];
+                want_gx[q * C + c] += own * g[p * O + o];
+                want_gw[(o * 9 + tap) * C + c] += (double)g[p * O + o] * x[q * C + c];
+            }
+    }
+    memcpy(want_again, want_y, (size_t)(pixels * O) * 8);
+    gf_winograd_forward(x, w, y, t->N, H, W, C, O, 0, 1);
+    gf_winograd_forward(x, apart, again, t->N, H, W, C, O, 1, 1);
+    gf_winograd(g, x, w, gx, gw, t->N, H, W, C, O, 1);
+    compare("winograd y", y, want_y, pixels * O);
+    compare("winograd y, taps together", again, want_again, pixels * O);
+    compare("winograd gx", gx, want_gx, pixels * C);
+    compare("winograd gw", gw, want_gw, O * 9 * C);
+    free(x), free(g), free(w), free(apart);
+}
+
 static void test_spread(const struct geometry *t) {
     const idx P1 = ceil_div(out_size(t, t->H), t->r_out), P2 = ceil_div(out_size(t, t->W), t->r_out);
     const idx Q1 = ceil_div(t->H, t->r_in), Q2 = ceil_div(t->W, t->r_in), C = t->C, k = t->k;
@@ -1054,6 +1109,7 @@ int main(void) {
             test_grid_backward(&cases[j]);
             test_slope_backward(&cases[j]);
             test_pointwise(&cases[j]);
+            test_winograd(&cases[j]);
             test_spread(&cases[j]);
             test_max_pool(&cases[j]);
         }
@@ -1593,8 +1649,8 @@ INLINE void pixels(const float *x, const struct winograd_job *j, idx C, int size
  * read, or of its own. */
 INLINE void winograd_tile(const float *map, float *to, idx pitch, const struct winograd_job *j, idx C,
                           idx tile, int as_output, const idx n) {
-    const idx across = ceil_div(j->W, 4), down = ceil_div(j->H, 4), image = tile / (across * down);
-    const idx h = tile / across % down * 4, w = tile % across * 4;
+    const idx across = ceil_div(j->W, 4), down = ceil_div(j->H, 4), at = j->first + tile;
+    const idx image = at / (across * down), h = at / across % down * 4, w = at % across * 4;
     const float *own = map + image * j->H * j->W * C;
     vf in[36], out[36];
     if (as_output) {
@@ -1623,8 +1679,10 @@ static void winograd_tile_items(const void *arg, idx begin, idx end) {
     }
 }
 
-/* gx for some channels. `space` holds [36][TAPS][BREADTH] and [36][R][BREADTH]. */
-static void winograd_gx(const struct winograd_job *j, idx first, idx count, float *space) {
+/* gx for some channels. w(o, t) is at w + o * step_o + t * step_t. `space` holds [36][TAPS][BREADTH]
+ * and [36][R][BREADTH]. */
+static void winograd_gx(const struct winograd_job *j, idx first, idx count, const float *w, idx step_o,
+                        idx step_t, float *space) {
     const idx C = j->C, O = j->O, R = j->R, across = ceil_div(j->W, 4), down = ceil_div(j->H, 4);
     float *products = space + 36 * TAPS * BREADTH;
     for (idx o0 = 0; o0 < O; o0 += TAPS) {
@@ -1633,8 +1691,8 @@ static void winograd_gx(const struct winograd_job *j, idx first, idx count, floa
             vf taps[9], out[36];
 #define BODY(n)                                                                                 \
     {                                                                                           \
-        const float *w = j->w + ((o0 + o) * 9 + 8) * C + first + c; /* turned round */          \
-        for (int t = 0; t < 9; t++) taps[t] = load(w - t * C, n);                               \
+        const float *own = w + (o0 + o) * step_o + c;                                           \
+        for (int t = 0; t < 9; t++) taps[t] = load(own + t * step_t, n);                        \
         taps_of(taps, out);                                                                     \
         for (idx p = 0; p < 36; p++) store(space + (p * TAPS + o) * BREADTH + c, out[p], n);      \
     }
@@ -1650,8 +1708,8 @@ static void winograd_gx(const struct winograd_job *j, idx first, idx count, floa
         }
     }
     for (idx tile = 0; tile < R; tile++) {
-        const idx h0 = tile / across % down * 4, w0 = tile % across * 4;
-        float *gx = j->gx + tile / (across * down) * j->H * j->W * C + first;
+        const idx at = j->first + tile, h0 = at / across % down * 4, w0 = at % across * 4;
+        float *gx = j->gx + at / (across * down) * j->H * j->W * C + first;
         vf m[36], out[16];
 #define BODY(n)                                                                                   \
     {                                                                                             \
@@ -1693,18 +1751,26 @@ static void winograd_gw(const struct winograd_job *j, idx first, idx count, floa
 
 static void winograd_panel_items(const void *arg, idx begin, idx end) {
     const struct winograd_job *j = arg;
-    const idx rows = max_idx(j->gx ? TAPS + j->R : 0, OUTS);
+    const idx rows = max_idx(j->gx ? TAPS + j->R : 0, OUTS), K = j->O, breadth = j->ahead ? PANEL : BREADTH;
     float *space = scratch(36 * rows * BREADTH * (idx)sizeof(float));
-    if (!space) {
+    float *turned = j->ahead ? scratch(9 * K * PANEL * (idx)sizeof(float)) : NULL;
+    if (!space || (j->ahead && !turned)) {
+        free(space), free(turned);
         *j->failed = 1;
         return;
     }
     for (idx panel = begin; panel < end; panel++) {
-        const idx first = panel * BREADTH, count = min_idx(BREADTH, j->C - first);
-        if (j->gx) winograd_gx(j, first, count, space);
+        const idx first = panel * breadth, count = min_idx(breadth, j->C - first);
+        if (j->ahead) {
+            turn(j->w + first * 9 * K, count, 9 * K, turned);
+            const idx step_o = j->together ? 9 * PANEL : PANEL, step_t = j->together ? PANEL : K * PANEL;
+            winograd_gx(j, first, count, turned, step_o, step_t, space);
+        } else if (j->gx) { /* the kernel turned round */
+            winograd_gx(j, first, count, j->w + 8 * j->C + first, 9 * j->C, -j->C, space);
+        }
         if (j->gw) winograd_gw(j, first, count, space);
     }
-    free(space);
+    free(space), free(turned);
 }
 #undef TALL
 

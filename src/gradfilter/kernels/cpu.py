@@ -6,8 +6,10 @@ import functools
 import torch
 from torch import Tensor
 
+from gradfilter.kernels import eager
 from gradfilter.kernels.cpu_library import library
 from gradfilter.kernels.eager import Act, Pair, Stats, activation, pool_reach, pool_size
+from gradfilter.layers import ConvOp
 
 # The activations cpu.c has, in its order; whatever is missing here runs on the eager body.
 _ACTS = ["none", "relu", "relu6", "hardswish", "hardsigmoid", "silu", "sigmoid", "gelu"]
@@ -327,10 +329,30 @@ def spread(g: Tensor, taps_h: Tensor, taps_w: Tensor) -> Tensor:
     return seen
 
 
+_COMMON = ConvOp((3, 3), (1, 1), (1, 1, 1, 1))
+_BROAD = 32  # channels from which on Winograd's way is faster
+_PANEL = 32  # outputs that a thread takes at a time
+
+
+def convolve(x: Tensor, w: Tensor, op: ConvOp) -> Tensor:
+    """See eager.convolve; 3x3 layers by Winograd's way where that is faster."""
+    (n, k, h, width), c, threads = x.shape, len(w), torch.get_num_threads()
+    if op != _COMMON or min(k, c) < _BROAD or -(-c // _PANEL) < threads or min(h, width) < 3:
+        return eager.convolve(x, w, op)
+    together = w.is_contiguous()
+    x, w, y = _channels_last(x), w if together else _channels_last(w), _map(n, c, h, width)
+    _check(library().gf_winograd_forward(
+        x.data_ptr(), w.data_ptr(), y.data_ptr(), n, h, width, k, c, together, threads
+    ))
+    return y
+
+
 def conv3x3_pays(g: Tensor, channels: int) -> bool:
-    """Whether `conv3x3_backward` is faster than products with every tap."""
+    """Whether `conv3x3_backward` is faster than a product for every tap, in little memory."""
     n, o, h, w = g.shape
-    return n * -(-h // 4) * -(-w // 4) >= 12 and min(o, channels) >= 32
+    tiles = n * -(-h // 4) * -(-w // 4)
+    small = 144 * tiles * (2 * o + channels) < 64 << 20
+    return tiles >= 12 and min(o, channels) >= _BROAD and small
 
 
 def conv3x3_backward(

@@ -36,6 +36,7 @@ _ARGTYPES = {
     "gf_spread": [_P] * 4 + [_N] * 8 + [_I],
     "gf_row_dots": [_P] * 3 + [_N] * 2 + [_I],
     "gf_winograd": [_P] * 5 + [_N] * 5 + [_I],
+    "gf_winograd_forward": [_P] * 3 + [_N] * 5 + [_I] * 2,
     "gf_product": [_P] * 3 + [_N] * 5 + [_I],
     "gf_play": [_P, _N, _P, _P, _N, _N, _I],
     "gf_pool_grid_backward": [_P] * 5 + [_N] * 8 + [_I],
