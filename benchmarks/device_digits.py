@@ -47,8 +47,8 @@ def compared(place: Path, args: argparse.Namespace) -> dict:
     photos = as_files(place / "digits", args.size)
     chosen = settings.Settings().changed(
         data=str(photos), model=MODEL, size=args.size, epochs=args.epochs, batch=args.batch,
-        lr=args.lr, augment="none", out=str(place / "run"), compare=False, tensorboard=False,
-        device="cpu",
+        lr=args.lr, backbone_lr=1.0, augment="none", out=str(place / "run"), compare=False,
+        tensorboard=False, device="cpu",
     )  # fmt: skip
     classes = tuple(sorted(p.name for p in (photos / "train").iterdir()))
     exporting.write(Trainer(chosen, "classification", classes), place / "exported")

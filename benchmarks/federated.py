@@ -72,6 +72,7 @@ def settings_of(row: Row, args: argparse.Namespace):
             "in_memory": True,
             "download": False,
             "deterministic": False,
+            "backbone_lr": 1.0,
             "size": args.size,
             "steps": args.steps,
             "device": args.device,

@@ -174,10 +174,12 @@ def test_a_loss_that_is_no_number_stops_with_advice(photos, tmp_path):
     assert tiny.go_on(tmp_path / "run", lr=0.1).rows[-1]["step"] == 30
 
 
-def test_a_finished_run_resumes_to_itself(photos, tmp_path):
+def test_a_finished_run_resumes_to_itself_and_says_so(photos, tmp_path, capsys):
     first = tiny.go(photos, tmp_path / "run")
     before = tiny.weights(tmp_path / "run")
-    again = tiny.go_on(tmp_path / "run")
+    again = training.train(training.resumed(tmp_path / "run"), resume=True)
+    told = "going on after step 15 of 15: it is done; to train on, --epochs N"
+    assert told in " ".join(capsys.readouterr().out.split())
     assert repr(again.rows) == repr(first.rows)
     assert tiny.same(before, tiny.weights(tmp_path / "run"))
 

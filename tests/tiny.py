@@ -40,7 +40,8 @@ def build(name, num_classes, *, task="classification", weights="none", size=None
         model = nn.Sequential(body[0], nn.Dropout(0.2), *model[1:])
     if weights not in ("none", "library"):
         model.load_state_dict(files.state_dict(files.read(weights), weights))
-    return models.Network(model, (127.0,) * 3, (64.0,) * 3, size or SIZE, "tiny")
+    about = size or SIZE, "tiny", weights != "none"
+    return models.Network(model, (127.0,) * 3, (64.0,) * 3, *about)
 
 
 def photographs(folder: Path, each: int = 9, classes: int = 3, size: int = SIZE) -> Path:

@@ -46,6 +46,8 @@ def train(content: RecordDict, context: Context) -> RecordDict:
     """The content of the answer: the trained tensors, what training took, and who we are."""
     begin, asked = time.monotonic(), content[CONFIG]
     settings, federation = read(context)
+    # a device's own weights are not those that training starts from
+    settings = settings.changed(backbone_lr=asked["backbone-lr"])
     classes = tuple(json.loads(asked["classes"]))
     pictures, name = own(settings, context.node_config, classes)
     trainer = ready(settings, asked["task"], classes, asked["ignore"], asked["level"])

@@ -13,6 +13,7 @@ from pathlib import Path
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
+from gradfilter import documents
 from gradfilter.federated import client as clients
 from gradfilter.federated import strategy
 from gradfilter.federated.client import ARRAYS, CONFIG, METRICS, NUMBERS, WEIGHT
@@ -44,6 +45,7 @@ class Server:
         self.folder = Folder(self.out, screen)
         self.data = self._open()
         self.trainer = self._trainer()
+        self.settings = self.trainer.settings
         self.exchange = Exchange(self.trainer.model)
         self.strategy = strategy.build(self.federation)
         self.round, self.rounds, self.clients = 0, [], []
@@ -111,6 +113,7 @@ class Server:
                 "task": data.task,
                 "ignore": -1 if data.ignore is None else data.ignore,
                 "level": data.augment,
+                "backbone-lr": self.settings.backbone_lr,
                 "kept": self.exchange.kept(),
                 "layout": self.exchange.layout,
             }
@@ -210,6 +213,9 @@ class Server:
         """Write down what is to be done, and how good the network is before."""
         self.out.mkdir(parents=True, exist_ok=True)
         self.trainer.plan.save(self.out / recording.PLAN)
+        if (config := self.out / recording.CONFIG).is_file():  # as it was asked for
+            found = documents.read(config) | {"backbone_lr": self.settings.backbone_lr}
+            documents.write(config, found)
         shared, whole = count_bytes(self.exchange.record()), self.exchange.full_bytes
         plan = self.trainer.plan
         self.folder.say(

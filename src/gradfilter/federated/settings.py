@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from gradfilter.recipes.settings import (
+    BEFORE,
     Settings,
     amount,
     checked,
@@ -142,8 +143,8 @@ def as_dict(both: Both) -> dict[str, object]:
 
 
 def load(path: Path) -> Both:
-    """The settings in a YAML or JSON file."""
-    return of(read(path, names()))
+    """The settings that a run wrote, which goes on as it began."""
+    return of(BEFORE | read(path, names()))
 
 
 def to_config(both: Both) -> dict[str, str | int | float | bool]:

@@ -247,6 +247,7 @@ class Comparing:
         for f in fields(Settings):
             was, now = (getattr(s, f.name) for s in (before, self.settings))
             if f.name not in FREE and was != now:
+                was, now = ("the default" if v is None else v for v in (was, now))
                 raise ValueError(
                     f"{self.out} holds a comparison with {f.name}: {was}, now {now}; "
                     "change --out to make another"

@@ -30,6 +30,7 @@ class Network:
     std: Triple
     size: int
     weights: str  # what was loaded, for the log
+    trained: bool = False  # whether no layer but the output layer is new
 
     def prepare(self, images: Tensor) -> Tensor:
         """Images of bytes [N, 3, H, W] as float32 input, channels last."""
@@ -76,16 +77,18 @@ def build(
     except AssertionError as error:  # so transformers refuse a size that is not whole patches
         raise ValueError(f"{name} cannot take {size}x{size} images: {error}") from error
     start = _start(source, name, str(weights), size)
-    about = start.about
+    about, trained = start.about, start.state is not None
     if start.state is not None:
         told = f"{name}: the weights of {about}"
-        if files.fit(model, start.state, num_classes, told, source.encoder):
+        if new := files.fit(model, start.state, num_classes, told, source.encoder):
             about += f", new {source.new_part}"
             start_at_zero(model, num_classes)
+            output, own = output_parameters(model, num_classes), model.state_dict(keep_vars=True)
+            trained = {id(own[k]) for k in new} <= {id(p) for p in output}
     usual = source.input(name)
     seen = start.input or usual[:2]
     model = model.to(memory_format=torch.channels_last)
-    return Network(model, mean or seen[0], std or seen[1], size or usual[2], about)
+    return Network(model, mean or seen[0], std or seen[1], size or usual[2], about, trained)
 
 
 def start_at_zero(model: nn.Module, num_classes: int) -> None:

@@ -57,13 +57,15 @@ def greeting(settings: Settings, data: Data, trainer: Trainer) -> str:
     how = f"{len(plan.converted)} by {', '.join(kinds)}" if kinds else "all exactly"
     how = how if trained_layers(plan) else "only norms and what else has parameters"
     part = f" (part {s.part} of {s.parts}, {s.split})" if s.split else ""
+    share = trainer.settings.backbone_lr
+    slower = "" if share == 1 else f"; all but the output layer at {share:g} of the learning rate"
     alone = len(data.train) > trainer.batch * trainer.epoch_steps(len(data.train))
     return (
         f"{data.name}{part}: {len(data.train):,} pictures to train on, {len(data.test):,} to "
         f"test, {len(data.classes)} classes\n"
         f"{s.model}, weights: {trainer.network.weights}; {trainer.size} px, "
         f"{trainer.batch} a step, on {trainer.device}\n"
-        f"{len(trained_layers(plan))} of {len(plan)} layers trained, {how}"
+        f"{len(trained_layers(plan))} of {len(plan)} layers trained, {how}{slower}"
         + (f"\n{LEFT_OUT}" if alone else "")
     )
 

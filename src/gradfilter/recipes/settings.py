@@ -15,6 +15,7 @@ REFERENCE_BATCH = 128  # the batch that --lr is for
 KNOBS = ("patch", "grid", "bases", "energy", "rank", "bits")  # of a method
 # what a comparison chooses for each of its runs, or has no use for
 CHOSEN = ("method", *KNOBS, "last", "plan", "seed", "out", "compare", "cache_features", "cache_dir")
+BEFORE = {"backbone_lr": 1.0}  # how runs were that do not tell: they are older than the option
 
 
 def whole(value: str | int) -> int:
@@ -160,9 +161,9 @@ class Settings:
         0.05, amount, f"highest learning rate, for {REFERENCE_BATCH} pictures a step: scaled to "
         "the batch in proportion", fixed=False,
     )  # fmt: skip
-    backbone_lr: float = option(
-        1.0, share, "learning rate of all but the output layer, as a share of --lr: less, such as "
-        "0.3, where many layers are trained",
+    backbone_lr: float | None = option(
+        None, share, "learning rate of all but the output layer, as a share of --lr; by default "
+        "0.1 where all layers of a network with trained weights are trained, else 1",
     )  # fmt: skip
     momentum: float = option(0.9, share, "momentum of SGD", fixed=False)
     weight_decay: float = option(1e-4, amount, "weight decay of SGD", fixed=False)
@@ -254,8 +255,8 @@ def names() -> list[str]:
 
 
 def load(path: Path) -> Settings:
-    """The settings in a YAML or JSON file; what it leaves out has its default."""
-    return Settings().changed(**read(path))
+    """The settings that a run or a comparison wrote, which goes on as it began."""
+    return Settings().changed(**BEFORE | read(path))
 
 
 def read(path: Path, known: Iterable[str] = ()) -> dict[str, object]:

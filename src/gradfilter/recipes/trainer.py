@@ -37,6 +37,7 @@ from gradfilter.recipes.segmentation import Segmentation
 from gradfilter.recipes.settings import Settings
 
 TASKS = {"classification": Classification, "segmentation": Segmentation}
+SLOWER = 0.1  # share of the learning rate that trained layers stand where all are trained
 LOOK_EVERY = 16  # steps between two looks at the losses, where looking makes a GPU wait
 
 Change = Callable[[Tensor, object], tuple[Tensor, object]]
@@ -57,7 +58,8 @@ class Source(Protocol):
 class Trainer:
     """Trains one network for one task.
 
-    `level` is the augmentation of training pictures where the settings leave it open.
+    `level` is the augmentation of training pictures where the settings leave it open; what they
+    leave open of the learning rate is in the trainer's own `settings`.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Trainer:
             False: augment.evaluation(task, self.size),
         }
         self.plan = self._convert()
+        self.settings = settings = settings.changed(backbone_lr=self._backbone_lr())
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         if not self.parameters:
             raise ValueError("the plan freezes everything: no parameter is left to train")
@@ -106,6 +109,12 @@ class Trainer:
         self.stored: Source | None = None  # where batches come from instead of pictures
         self._train_mode()
         self.fewest = 2 if takes_statistics(self.model) else 1  # pictures of a batch
+
+    def _backbone_lr(self) -> float:
+        """The share of the learning rate that all but the output layer have."""
+        if (asked := self.settings.backbone_lr) is not None:
+            return asked
+        return SLOWER if self.network.trained and not self.plan.frozen else 1.0
 
     def _groups(self, outputs: int) -> list[dict]:
         """The trained parameters, by the share of the learning rate that they have."""

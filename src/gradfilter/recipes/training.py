@@ -21,7 +21,7 @@ from gradfilter.recipes.loading import per_epoch
 from gradfilter.recipes.parallel import World, deterministic
 from gradfilter.recipes.report import Result, best_of
 from gradfilter.recipes.screen import Screen
-from gradfilter.recipes.settings import Settings
+from gradfilter.recipes.settings import BEFORE, Settings
 from gradfilter.recipes.trainer import LOOK_EVERY, Diverged, Trainer
 
 ENOUGH = 20  # steps of a run that is worth measuring against exact training
@@ -94,6 +94,7 @@ class Run:
         found = self._found() if resume else None
         self.data, self.places = world.in_turn(lambda: opened(settings))
         self.trainer = world.in_turn(lambda: self._trainer(found))
+        self.settings = settings.changed(backbone_lr=self.trainer.settings.backbone_lr)
         self.epoch_steps = self.trainer.epoch_steps(len(self.data.train))
         self.total = settings.steps or settings.epochs * self.epoch_steps
         self.step, self.rows, self.seconds = 0, [], 0.0
@@ -267,7 +268,8 @@ class Run:
         trainer.sums.copy_(found["sums"])
         self.step, self.rows, self.seconds = found["step"], found["rows"], found["seconds"]
         self.gain = found["gain"] and Gain(**found["gain"])
-        self.screen.say(f"going on after step {self.step} of {self.total}")
+        more = "" if self.step < self.total else ": it is done; to train on, --epochs N"
+        self.screen.say(f"going on after step {self.step} of {self.total}{more}")
 
     def _check_data(self, found: dict) -> None:
         """Refuse pictures of other classes, and other pictures at another place."""
@@ -312,6 +314,8 @@ class Run:
         s, data = self.settings, self.data
         if found:
             s = s.changed(weights="none", mean=found["mean"], std=found["std"])
+            if s.backbone_lr is None:  # as it was from the first step on
+                s = s.changed(**{k: found["settings"].get(k, v) for k, v in BEFORE.items()})
         if found and s.plan:
             s = s.changed(plan=self.out / recording.PLAN, last=None)
         trainer = Trainer(

@@ -91,16 +91,17 @@ def input_of(content: Mapping, path: str | Path) -> tuple[tuple, tuple] | None:
 
 def fit(
     model: nn.Module, state: State, num_classes: int, about: str, encoder: str | None = None
-) -> bool:
+) -> set[str]:
     """Load a state dict whose classifier may be of another number of classes.
 
-    Such a classifier stays as it is, new; returns whether it did. Anything else that does not fit
-    is refused, by name. `encoder` names the part of a segmentation network that the state dict of a
-    classification network is loaded into.
+    Such a classifier stays as it is, new; returns the names of all that does. Anything else that
+    does not fit is refused, by name. `encoder` names the part of a segmentation network that the
+    state dict of a classification network is loaded into.
     """
     state = {k: v for k, v in state.items() if not k.startswith(AUXILIARY)}
-    only_encoder = encoder is not None and not any(k.startswith(f"{encoder}.") for k in state)
-    if only_encoder:
+    beside: set[str] = set()  # the encoder
+    if encoder is not None and not any(k.startswith(f"{encoder}.") for k in state):
+        beside = {k for k in model.state_dict() if not k.startswith(f"{encoder}.")}
         model = getattr(model, encoder)
         state = _trunk(state, model)
     own = model.state_dict()
@@ -120,7 +121,7 @@ def fit(
         raise ValueError(f"{about} do not fit: {told}")
     kept = {k: v for k, v in state.items() if k not in fresh}
     nn.Module.load_state_dict(model, kept, strict=False)  # some encoders have one of their own
-    return bool(fresh) or only_encoder
+    return {*fresh, *beside}
 
 
 def _trunk(state: State, encoder: nn.Module) -> State:
