@@ -103,6 +103,7 @@ def test_a_fixed_batch_is_filled_up(photos, tmp_path):
     folder = exported(tmp_path / "exported", photos, batch=7)
     done = run("train", photos, "--model", folder, "--epochs", 1)
     assert done.returncode == 0, done.stderr
+    assert "images 3x32x32, 7 a step\n" in run("status", "--model", folder).stdout
     other = run("train", photos, "--model", folder, "--batch", 5)
     assert other.returncode == 2 and "batches of 7" in other.stderr
 
@@ -114,6 +115,7 @@ def test_predict_and_status(folder, photos, trained):
     assert found.stdout.split(": ")[1].startswith(picture.parent.name)
     told = run("status", "--model", folder, "--run", trained[0]).stdout
     assert "accuracy" in told and "batches of 4" in told
+    assert "images 3x32x32, any number a step\n" in told
 
 
 def test_a_memory_limit_makes_batches_smaller_or_is_refused(folder, photos, tmp_path):

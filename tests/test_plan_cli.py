@@ -22,6 +22,7 @@ def test_the_command_plans_and_train_takes_the_plan(tiny_networks, photos, tmp_p
     out = capsys.readouterr()
     assert code == 0, out.err
     assert "measured / budget" in out.out and str(saved) in out.out
+    assert "not written" not in out.out
     assert {p.name for p in (tmp_path / "o").iterdir()} == {
         "plan.yaml",
         "report.json",
@@ -56,6 +57,7 @@ def test_the_command_without_data_says_what_it_weighs(capsys):
     out = capsys.readouterr()
     assert code == 0, out.err
     assert "random weights, noise as pictures" in out.out
+    assert "the plan was not written: --save plan.yaml keeps it" in out.out
 
 
 @pytest.mark.parametrize(

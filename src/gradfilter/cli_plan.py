@@ -178,3 +178,5 @@ def write(found, file: Path | None, folder: Path | None) -> None:
         found.save(path)
         written = shlex.quote(str(path))
         print(f"plan: {path}   train with it: gradfilter train --plan {written} ...")
+    if file is None and folder is None:
+        print("the plan was not written: --save plan.yaml keeps it for gradfilter train --plan")

@@ -118,10 +118,11 @@ def status(args: argparse.Namespace) -> None:
 
     model = Exported(args.model)
     m = model.manifest
-    shape = "x".join("any" if s is None else str(s) for s in m["images"])
+    count, *shape = m["images"]
+    sides = "x".join("any" if s is None else str(s) for s in shape)
     print(
         f"network     {len(m['layers'])} layers, {len(m['parameters'])} trained tensors, "
-        f"images {shape}"
+        f"images {sides}, {count or 'any number'} a step"
     )
     print(f"step        {m['optimizer']['name']}; {m['task']}")
     found = checkpoint.latest(args.run or args.model / "run")
