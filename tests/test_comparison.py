@@ -43,6 +43,8 @@ def test_a_plan_is_one_contender_whatever_the_depths(tmp_path):
     assert found.name == before and before.startswith("plan-mine-")
     (changed,) = contenders([spelled], [4])
     assert changed.name != before and changed.name.startswith("plan-mine-")
+    (usual,) = contenders([f"plan:{file.rename(tmp_path / 'plan.yaml')}"], [4])
+    assert usual.title == "plan"
 
 
 def test_plans_of_one_name_are_told_apart(tmp_path):

@@ -41,7 +41,7 @@ class Contender:
     @property
     def title(self) -> str:
         if self.plan:
-            return f"{PLAN} {self.shown}"
+            return PLAN if self.shown == PLAN else f"{PLAN} {self.shown}"  # plan.yaml is its name
         return f"{self.method} {self._knobs('=', ', ')}".rstrip()
 
     @property
