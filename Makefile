@@ -14,7 +14,7 @@ test: $(VENV)/dev.installed
 	$(BIN)/ruff check .
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
-$(VENV)/%.installed: pyproject.toml $(wildcard setup.py src/gradfilter/kernels/*.c)
+$(VENV)/%.installed: pyproject.toml $(wildcard setup.py src/gradfilter/kernels/*.c src/gradfilter/kernels/lanes/*.c)
 	@echo "installing gradfilter[$*] into $(VENV): a few minutes the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --editable '.[$*]'

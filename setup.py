@@ -6,13 +6,15 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 source = Path("src/gradfilter/kernels/cpu.c")
-source_hash = hashlib.sha256(source.read_bytes()).hexdigest()[:16]  # see gf_source in cpu.c
+sources = sorted(source.parent.glob("**/*.c"))  # cpu.c includes the others
+source_hash = hashlib.sha256(b"".join(f.read_bytes() for f in sources)).hexdigest()[:16]
 
 setup(
     ext_modules=[
         Extension(
             "gradfilter.kernels._cpu",
             [str(source)],
+            depends=list(map(str, sources)),
             define_macros=[("SOURCE_HASH", f'"{source_hash}"')],
             # As FLAGS in kernels/cpu_library.py.
             extra_compile_args=[

@@ -1,7 +1,7 @@
 """The C library of cpu.c: the one built with the package, or one compiled on this machine.
 
-In a plain source tree, or when the built one is older than cpu.c, it is compiled once into the
-user's cache with the system's C compiler.
+In a plain source tree, or when the built one is older than its sources, it is compiled once into
+the user's cache with the system's C compiler.
 """
 
 import ctypes
@@ -57,7 +57,7 @@ def _open(path: Path) -> ctypes.CDLL:
 
 
 def _installed(source_hash: str | None) -> Path | None:
-    """The library built with the package, unless cpu.c has changed since."""
+    """The library built with the package, unless its sources have changed since."""
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
         path = SOURCE.with_name("_cpu" + suffix)
         if path.exists() and source_hash in (None, _source_of(path)):
@@ -65,8 +65,14 @@ def _installed(source_hash: str | None) -> Path | None:
     return None
 
 
+def hash_of_sources() -> str:
+    """As in setup.py."""
+    files = sorted(SOURCE.parent.glob("**/*.c"))
+    return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:16]
+
+
 def _source_of(path: Path) -> str:
-    """The hash of the cpu.c that a library was built from; an old one may lack newer kernels."""
+    """The hash of the sources a library was built from; an old one may lack newer kernels."""
     source = ctypes.CDLL(str(path)).gf_source
     source.restype = ctypes.c_char_p
     return source().decode()
@@ -92,9 +98,7 @@ def compile_into(path: Path, source_hash: str) -> None:
 
 
 def _find() -> Path:
-    source_hash = None
-    if SOURCE.exists():
-        source_hash = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+    source_hash = hash_of_sources() if SOURCE.exists() else None
     installed = _installed(source_hash)
     if installed is not None:
         return installed
