@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 import gradfilter as gf
 from gradfilter import kept
+from gradfilter.planning.budget import METHODS
 from gradfilter.recipes.settings import Settings
 from gradfilter.recipes.trainer import Trainer
 
@@ -44,8 +45,15 @@ OPTIONS = {  # those of `gradfilter train`; of CIFAR-10 one device's share, an e
 }
 STRIDE = {"cifar10": 2}  # of its 5,000 test pictures every second, since a CPU takes a minute
 COPIES = 2  # of every trained parameter: its gradient and its momentum
-PLANNED, GAPS = "planned", "planned with gaps"  # layers frozen between trained ones
-PLANS = {PLANNED: False, GAPS: True}
+# By the methods that were the default at first, without gaps and with layers frozen between trained
+# ones; and by those that are, with `GalerkinFilter(grid=2)`.
+PLANNED, GAPS, COARSE = "planned", "planned with gaps", "planned with grid 2"
+FIRST = tuple(m for m in METHODS if m != gf.GalerkinFilter(grid=2))
+PLANS = {
+    PLANNED: {"methods": FIRST, "gaps": False},
+    GAPS: {"methods": FIRST, "gaps": True},
+    COARSE: {"gaps": False},
+}
 SINGLE = {
     "exact": gf.Exact(),
     "gradient-filter": gf.GradientFilter(patch=2),
@@ -105,8 +113,7 @@ def make(row: Row, args: argparse.Namespace) -> None:
     """Write the plan of a row, with the memory that it takes."""
     model, x, t = example(row, args)
     if row.kind in PLANS:
-        gaps = PLANS[row.kind]
-        plan = gf.plan(model, x, target=t, memory=row.budget, copies=COPIES, gaps=gaps)
+        plan = gf.plan(model, x, target=t, memory=row.budget, copies=COPIES, **PLANS[row.kind])
         held, layers = plan.final.measured.total, sum(e.trained for e in plan.values())
     else:
         budget = int(row.budget.removesuffix("MB")) * 2**20
@@ -205,8 +212,9 @@ def table(args: argparse.Namespace) -> str:
     header = ["memory", "top-1 %", *names, "against planned"]
     best = [[b, *_lead(results, b)] for b in args.budgets]
     second = ["memory", *names, "mean"]
-    leads = [_leads(results, b) for b in args.budgets]
-    third = ["lead of planned", "best by its mean", "best by the other seeds", *map(told, SINGLE)]
+    plans = [(b, kind) for b in args.budgets for kind in (PLANNED, COARSE)]
+    leads = [_leads(results, *plan) for plan in plans]
+    third = ["lead of", "best by its mean", "best by the other seeds", *map(told, SINGLE)]
     tables = (header, lines), (second, best), (third, leads)
     return "\n\n".join(measure.table(*each) for each in tables)
 
@@ -237,15 +245,17 @@ def _differences(results: dict, budget: str, one: str, other: str) -> list[float
 
 def _lead(results: dict, budget: str) -> list[str]:
     """In every column how far the planned mix is ahead of the single method with the best mean."""
-    found = [_ahead_of_best(results, budget, column) for column in COLUMNS]
+    found = [_ahead_of_best(results, budget, column, PLANNED) for column in COLUMNS]
     cells = ["not run" if x is None else x[1] for x in found]
     return [*cells, _mean([x[0] for x in found if x is not None])]
 
 
-def _ahead_of_best(results: dict, budget: str, column: tuple) -> tuple[float, str] | None:
+def _ahead_of_best(
+    results: dict, budget: str, column: tuple, plan: str
+) -> tuple[float, str] | None:
     """How far, and how that is told."""
     rivals = [k for k in SINGLE if (*column, budget, k) in results]
-    planned = results.get((*column, budget, PLANNED))
+    planned = results.get((*column, budget, plan))
     if not planned or not rivals:
         return None
     best = max(rivals, key=lambda k: _score(results[(*column, budget, k)]))
@@ -254,37 +264,35 @@ def _ahead_of_best(results: dict, budget: str, column: tuple) -> tuple[float, st
     return lead, f"{lead:+.1f}{noise}, {told(best)}"
 
 
-def _leads(results: dict, budget: str) -> list[str]:
-    """Over the columns, how far the planned mix is ahead: of the best single method, and of each.
+def _leads(results: dict, budget: str, plan: str) -> list[str]:
+    """Over the columns, how far a planned mix is ahead: of the best single method, and of each.
 
     The best of several noisy means is partly so by chance, which counts against the mix. Chosen by
     the other seeds (`_left_out`), the best one has no such luck, and is as good as it is.
     """
-    best = [_ahead_of_best(results, budget, c) for c in COLUMNS]
-    fair = [_left_out(results, budget, c) for c in COLUMNS]
+    best = [_ahead_of_best(results, budget, c, plan) for c in COLUMNS]
+    fair = [_left_out(results, budget, c, plan) for c in COLUMNS]
     sides = [[x[0] for x in best if x is not None], [x for x in fair if x is not None]]
-    sides += [_differences(results, budget, PLANNED, kind) for kind in SINGLE]
-    return [budget, *map(_mean, sides)]
+    sides += [_differences(results, budget, plan, kind) for kind in SINGLE]
+    return [f"{budget}, {plan}", *map(_mean, sides)]
 
 
-def _left_out(results: dict, budget: str, column: tuple) -> float | None:
-    """Mean over the seeds of the mix's lead with a seed over the method best by the other seeds.
+def _left_out(results: dict, budget: str, column: tuple, plan: str) -> float | None:
+    """Mean over a mix's seeds of its lead over the method that is best by all seeds but that one.
 
-    None with less than two seeds; methods that lack a seed of the mix do not count.
+    None where no method has that seed and another.
     """
     scores = {
         kind: {r["seed"]: 100 * r["headline"] for r in results.get((*column, budget, kind), [])}
-        for kind in (PLANNED, *SINGLE)
+        for kind in (plan, *SINGLE)
     }
-    planned = scores.pop(PLANNED)
-    rivals = [of for of in scores.values() if planned.keys() <= of.keys()]
-    if len(planned) < 2 or not rivals:
-        return None
     leads = []
-    for seed in planned:
-        best = max(rivals, key=lambda of: sum(of[s] for s in planned if s != seed))
-        leads.append(planned[seed] - best[seed])
-    return statistics.mean(leads)
+    for seed, score in scores.pop(plan).items():
+        rivals = [of for of in scores.values() if seed in of and len(of) > 1]
+        others = [statistics.mean(v for s, v in of.items() if s != seed) for of in rivals]
+        if rivals:
+            leads.append(score - rivals[others.index(max(others))][seed])
+    return statistics.mean(leads) if leads else None
 
 
 def _score(results: list[dict]) -> float:

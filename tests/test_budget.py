@@ -232,7 +232,7 @@ def refused(match, model=None, x=None, kind=ValueError, **kwargs):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("memory", ["3KB", "20KB"])
+@pytest.mark.parametrize("memory", ["3KB", "10KB"])
 def test_a_plan_of_the_output_layer_alone_names_the_budget_that_trains_more(memory):
     model, kwargs = chained(), {"target": TARGET}
     found = gf.plan(model, images(), memory=memory, **kwargs)

@@ -24,6 +24,7 @@ METHODS = (
     GalerkinFilter(grid=14),
     GalerkinFilter(grid=7),
     GalerkinFilter(grid=4),
+    GalerkinFilter(grid=2),
     GradientFilter(patch=2),
     Hosvd(energy=0.8),
 )
