@@ -17,6 +17,7 @@ from gradfilter.recipes.parallel import World  # noqa: E402
 from gradfilter.recipes.settings import Settings  # noqa: E402
 from gradfilter.recipes.trainer import Trainer  # noqa: E402
 
+SHARE = 0.462  # at the batch of 6 of `tiny`
 EXACT, FROZEN = {"*": "exact"}, {"*": "exact", "0": "frozen"}
 
 
@@ -27,11 +28,14 @@ def shares(trainer: Trainer) -> list[float]:
 @pytest.mark.parametrize(
     "options, plan, share",
     [
-        ({}, None, 0.1),
-        ({"last": 3}, None, 0.1),  # those are all that are counted
+        ({}, None, 0.2),
+        ({"batch": 128}, None, 0.1),
+        ({"batch": 64}, None, 0.141),
+        ({"batch": 1}, None, 1.0),
+        ({"last": 3}, None, 0.2),  # those are all that are counted
         ({"last": 2}, None, 1.0),
         ({"weights": "none"}, None, 1.0),
-        ({}, EXACT, 0.1),
+        ({}, EXACT, 0.2),
         ({}, FROZEN, 1.0),
         ({"backbone_lr": 1.0}, None, 1.0),
         ({"backbone_lr": 0.3, "last": 2}, None, 0.3),
@@ -72,14 +76,16 @@ def config(out) -> dict:
     return yaml.safe_load((out / recording.CONFIG).read_text())
 
 
-@pytest.mark.parametrize("asked, last, told", [(None, None, 0.1), (None, 2, 1.0), (1.0, None, 1.0)])
+@pytest.mark.parametrize(
+    "asked, last, told", [(None, None, SHARE), (None, 2, 1.0), (1.0, None, 1.0)]
+)
 def test_a_run_writes_what_it_used_and_goes_on_with_it(
     photos, tmp_path, tiny_networks, capsys, asked, last, told
 ):
     options = {"last": last, "backbone_lr": asked}
     for name in ("whole", "parts"):
         training.train(tiny.settings(photos, tmp_path / name, epochs=2, **options))
-        assert ("at 0.1 of the learning rate" in capsys.readouterr().out) == (told == 0.1)
+        assert (f"at {SHARE} of the learning rate" in capsys.readouterr().out) == (told == SHARE)
         assert config(tmp_path / name)["backbone_lr"] == told
     found = torch.load(tmp_path / "parts" / "last.pt", weights_only=True)
     assert found["settings"]["backbone_lr"] == told
@@ -125,10 +131,10 @@ def test_a_comparison_has_the_share_of_every_depth(photos, tmp_path, tiny_networ
     monkeypatch.setattr(Trainer, "step", interrupted)
     assert gradfilter("compare", "--data", photos, *line) == 130
     assert gradfilter("compare", "--data", photos, *line) == 0
-    assert taken[0] == [1.0] and taken[-1] == [1.0, 0.1]
+    assert taken[0] == [1.0] and taken[-1] == [1.0, SHARE]
     runs = tmp_path / "some" / "runs"
     found = {p.name: config(p)["backbone_lr"] for p in runs.iterdir()}
-    assert found == {"exact-last2-seed0": 1.0, "exact-all-seed0": 0.1}
+    assert found == {"exact-last2-seed0": 1.0, "exact-all-seed0": SHARE}
     tiny.go(photos, tmp_path / "all", model="still", method="exact", epochs=2)
     assert tiny.same(tiny.weights(tmp_path / "all"), tiny.weights(runs / "exact-all-seed0"))
 
@@ -145,11 +151,11 @@ def test_a_comparison_of_before_the_rule_is_not_mixed_with_it(
 def test_help_tells_the_rule(capsys):
     gradfilter("train", "--help")
     told = " ".join(capsys.readouterr().out.split())
-    assert "by default 0.1 where all layers of a network with trained weights are trained" in told
+    assert "where all layers of a network with trained weights are trained: 0.1 for 128" in told
     assert Settings().backbone_lr is None and settings.BEFORE == {"backbone_lr": 1.0}
 
 
-@pytest.mark.parametrize("last, share", [(None, 0.1), (2, 1.0)])
+@pytest.mark.parametrize("last, share", [(None, SHARE), (2, 1.0)])
 def test_clients_learn_at_the_servers_share(
     photos, tmp_path, tiny_networks, fresh_clients, monkeypatch, last, share
 ):

@@ -163,7 +163,8 @@ class Settings:
     )  # fmt: skip
     backbone_lr: float | None = option(
         None, share, "learning rate of all but the output layer, as a share of --lr; by default "
-        "0.1 where all layers of a network with trained weights are trained, else 1",
+        "1, but less where all layers of a network with trained weights are trained: 0.1 for "
+        f"{REFERENCE_BATCH} pictures a step, 0.2 for a quarter of them",
     )  # fmt: skip
     momentum: float = option(0.9, share, "momentum of SGD", fixed=False)
     weight_decay: float = option(1e-4, amount, "weight decay of SGD", fixed=False)

@@ -34,10 +34,10 @@ from gradfilter.recipes.loading import (
 )
 from gradfilter.recipes.parallel import World, choose
 from gradfilter.recipes.segmentation import Segmentation
-from gradfilter.recipes.settings import Settings
+from gradfilter.recipes.settings import REFERENCE_BATCH, Settings
 
 TASKS = {"classification": Classification, "segmentation": Segmentation}
-SLOWER = 0.1  # share of the learning rate that trained layers stand where all are trained
+SLOWER = 0.1  # share of the learning rate that trained layers stand at REFERENCE_BATCH
 LOOK_EVERY = 16  # steps between two looks at the losses, where looking makes a GPU wait
 
 Change = Callable[[Tensor, object], tuple[Tensor, object]]
@@ -114,7 +114,10 @@ class Trainer:
         """The share of the learning rate that all but the output layer have."""
         if (asked := self.settings.backbone_lr) is not None:
             return asked
-        return SLOWER if self.network.trained and not self.plan.frozen else 1.0
+        if not self.network.trained or self.plan.frozen:
+            return 1.0
+        # the rate itself falls with the batch: a share that did not rise would be too little
+        return min(1.0, round(SLOWER * (REFERENCE_BATCH / self.batch) ** 0.5, 3))
 
     def _groups(self, outputs: int) -> list[dict]:
         """The trained parameters, by the share of the learning rate that they have."""
