@@ -93,7 +93,9 @@ def poisoned(monkeypatch):
 
     class Poisoned:
         def __getattr__(self, name):
-            return empty if name == "empty" else getattr(torch, name)
+            return own.get(name) or getattr(torch, name)
+
+    own = {"empty": empty, "empty_strided": lambda *a: torch.empty_strided(*a).fill_(torch.nan)}
 
     for module in (tape, record):
         monkeypatch.setattr(module, "torch", Poisoned())
