@@ -1,7 +1,7 @@
 """Tapes: the C calls of several steps, written down once and made by one call from Python.
 
-A tape is written for one size of images and any number of them. Its calls say where they read and
-write by slots (see `struct playing` in cpu.c), whose addresses are filled in when it is played:
+A tape is written for one size of images and any number of them. Its calls say by slots where they
+read and write (`struct playing` in cpu_tape.c); their addresses are filled in when it is played:
 
 - maps that live within the tape share two arenas, in which each has a place while it is needed;
 - everything else, parameters and the maps that come in, go out or are kept, has its own slot.
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gradfilter.kernels.cpu_library import library
 
-# The kernels of cpu.c's enum, in its order.
+# The kernels of cpu_tape.c's enum, in its order.
 KERNELS = ["patch_mean", "pointwise", "depthwise", "add", "pointwise_backward", "slope_backward"]
 KERNELS += ["grid_backward", "row_dots", "weigh"]
 CODES = {name: code for code, name in enumerate(KERNELS)}
@@ -189,5 +189,5 @@ def _words(calls: list[Call]) -> ctypes.Array:
 
 
 def _bits(value: float) -> int:
-    """The bits of a float32, as cpu.c's `real` reads them."""
+    """The bits of a float32, as cpu_tape.c's `real` reads them."""
     return struct.unpack("<i", struct.pack("<f", value))[0]
