@@ -27,6 +27,15 @@ def tiny_networks(monkeypatch):
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    """PyTorch's, and so the kernels'."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def photos(tmp_path_factory):
     import tiny

@@ -38,14 +38,6 @@ def wide(*tensors: Tensor | None) -> list[Tensor | None]:
     return [t if t is None else t.double() for t in tensors]
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
-
-
 def eighths(x: Tensor) -> Tensor:
     """Few enough bits for sums of products to be exact, so that nothing rounds over a corner."""
     return (x * 8).round() / 8

@@ -30,14 +30,6 @@ def close(got: Tensor | None, wanted: Tensor | None) -> None:
         assert float((got - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max())
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(params=["own", "PyTorch's"])
 def product(request):
     """The product here, and the one that is preferred on Intel's processors."""

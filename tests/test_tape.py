@@ -11,7 +11,7 @@ from torch import nn
 
 import gradfilter as gf
 from gradfilter.kernels import cpu_library
-from gradfilter.region import record, tape
+from gradfilter.region import record, record_backward, tape
 from gradfilter.region.run import Runner
 from gradfilter.region.tape import WHOLE, Map, Tape
 
@@ -97,7 +97,7 @@ def poisoned(monkeypatch):
 
     own = {"empty": empty, "empty_strided": lambda *a: torch.empty_strided(*a).fill_(torch.nan)}
 
-    for module in (tape, record):
+    for module in (tape, record, record_backward):
         monkeypatch.setattr(module, "torch", Poisoned())
 
 

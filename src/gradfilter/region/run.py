@@ -14,7 +14,9 @@ from gradfilter.region import grid
 from gradfilter.region.conv import Conv, Placed
 from gradfilter.region.fold import Folded, FoldedGradients, Folding
 from gradfilter.region.lower import Region
-from gradfilter.region.record import SHORTEST, BackwardTape, ForwardTape
+from gradfilter.region.record import SHORTEST
+from gradfilter.region.record_backward import BackwardTape
+from gradfilter.region.record_forward import ForwardTape
 from gradfilter.region.step import Parameter, Step
 from gradfilter.region.wiring import Wiring
 
