@@ -17,7 +17,7 @@ class Stepper:
     def __init__(self, model: Exported, threads: int, values: Values):
         self.model = model
         self.session = model.session(TRAIN, threads)
-        self.loss = np.zeros((), model.dtype)
+        self.loss, self.rate = (np.zeros((), model.dtype) for _ in range(2))
         self.load(values)
 
     def load(self, values: Values) -> None:
@@ -26,19 +26,29 @@ class Stepper:
         self.values = {n: np.require(values[n], requirements=["C", "W"]) for n in names}
         twice = not self.model.manifest["in_place"]
         self.next = {n: np.empty_like(a) if twice else a for n, a in self.values.items()}
+        self.bindings = [self._bound(self.values, self.next)]
+        if twice:
+            self.bindings.append(self._bound(self.next, self.values))
+
+    def _bound(self, values: Values, new: Values):
+        """The memory of a step, told to the session once: to tell it takes milliseconds."""
+        binding = self.session.io_binding()
+        for name, array in (values | {"rate": self.rate}).items():
+            binding.bind_input(*_place(name, array))
+        for name, array in ({NEW + n: a for n, a in new.items()} | {"loss": self.loss}).items():
+            binding.bind_output(*_place(name, array))
+        return binding
 
     def step(self, images: np.ndarray, targets: np.ndarray, rate: float) -> float:
         """One step; gives the loss before it."""
-        binding = self.session.io_binding()
-        given = {"rate": np.array(rate, self.model.dtype), "images": images, "targets": targets}
+        binding = self.bindings[0]
+        self.rate[...] = rate
+        given = {"images": images, "targets": targets}
         given = {n: np.ascontiguousarray(a) for n, a in given.items()}
-        for name, array in (self.values | given).items():
+        for name, array in given.items():
             binding.bind_input(*_place(name, array))
-        results = {NEW + n: a for n, a in self.next.items()} | {"loss": self.loss}
-        for name, array in results.items():
-            binding.bind_output(*_place(name, array))
         self.session.run_with_iobinding(binding)
-        self.values, self.next = self.next, self.values
+        self.values, self.next, self.bindings = self.next, self.values, self.bindings[::-1]
         return float(self.loss)
 
 
