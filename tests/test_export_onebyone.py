@@ -32,6 +32,7 @@ def test_large_maps_are_made_for_one_image_at_a_time(batch, tmp_path):
     path = written(tmp_path, "mobilenet_v2", gf.GalerkinFilter(grid=7), batch=batch)
     for name in ("train.onnx", "predict.onnx", "train-blocked.onnx", "predict-blocked.onnx"):
         layers = [n for n in body(scan(path, name)) if n.op_type == "Conv"]
+        layers = [n for n in layers if "constant" not in n.input[1]]  # patch means are some too
         assert 5 < len(layers) < 20  # those on maps of 56 and 28 pixels
 
 

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from gradfilter.export import blocked
 from gradfilter.export.graph import Operand, Value, broadcast
 
 
@@ -59,7 +60,8 @@ def compare(kind: str):
 
 
 def add(c, call, a, b, alpha=1):
-    return joined(c, "Add", a, b if alpha == 1 else joined(c, "Mul", b, alpha))
+    inside = blocked.elementwise(c.graph, "Add", a, b) if alpha == 1 else None
+    return inside or joined(c, "Add", a, b if alpha == 1 else joined(c, "Mul", b, alpha))
 
 
 def sub(c, call, a, b, alpha=1):
@@ -101,11 +103,12 @@ def power(c, call, a, b):
 
 def clamp(c, call, x, min=None, max=None):
     ends = [None if e is None else operand(c, e, x) for e in (min, max)]
-    return c.graph.op("Clip", x, *ends, like=x)
+    inside = None if None in ends else blocked.elementwise(c.graph, "Clip", x, ends=ends)
+    return inside or c.graph.op("Clip", x, *ends, like=x)
 
 
 def relu(c, call, x):
-    return c.graph.op("Relu", x, like=x)
+    return blocked.elementwise(c.graph, "Relu", x) or c.graph.op("Relu", x, like=x)
 
 
 def where(c, call, condition, a, b):
@@ -171,6 +174,12 @@ def expanded(c, x: Operand, shape) -> Operand:
     if isinstance(x, Tensor) and all(isinstance(s, int) for s in shape):
         return x.expand(shape).contiguous()
     lead = (1,) * (len(shape) - len(x.shape)) + tuple(x.shape)
+    inner = [d for d, (have, want) in enumerate(zip(lead, shape, strict=True)) if have != want]
+    if x.dtype.is_floating_point and inner == [*range(inner[0], len(shape))]:
+        sizes = [shape[d] for d in inner]
+        if all(isinstance(s, int) for s in sizes):  # ONNX Runtime's Expand takes several times that
+            ones = torch.ones(sizes, dtype=x.dtype)
+            return c.graph.binary("Mul", c.graph.reshape(x, lead), ones)
     # a size of 1 leaves the one that is there
     asked = tuple(1 if have == want else want for have, want in zip(lead, shape, strict=True))
     return c.graph.op("Expand", x, c.graph.sizes(asked), shape=shape, dtype=x.dtype)

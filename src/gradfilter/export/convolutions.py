@@ -46,6 +46,8 @@ def conv(graph: Graph, x, w, b, stride, pads, dilation, groups, shape) -> Operan
     )  # fmt: skip
     if blocked.fits(graph, w, groups):
         return blocked.depthwise(graph, x, w, b, shape, **how)
+    if blocked.fits_dense(graph, x, w, pads, groups, shape):
+        return blocked.dense(graph, x, w, b, shape, **how)
     bias = () if b is None else (b,)
     return graph.op("Conv", x, w, *bias, shape=shape, dtype=x.dtype, **how)
 
@@ -78,9 +80,7 @@ def grad_input(c, op: ConvOp, g: Operand, w: Operand, x_shape) -> Operand:
     """
     if op.pointwise and op.stride == (1, 1) and op.groups == 1:
         n, o, height, width = g.shape
-        rows = c.graph.reshape(g, (n, o, height * width))
-        taps = c.graph.permute(c.graph.reshape(w, tuple(w.shape[:2])), [1, 0])
-        return c.graph.reshape(c.graph.matmul(taps, rows), x_shape)
+        return c.graph.reshape(across(c.graph, g, w), x_shape)
     kh, kw = op.kernel
     inside = all(p < k for p, k in zip(op.padding, (kh, kh, kw, kw), strict=True))
     if inside and blocked.fits(c.graph, w, op.groups) and op.stride == op.dilation == (1, 1):
@@ -98,6 +98,19 @@ def grad_input(c, op: ConvOp, g: Operand, w: Operand, x_shape) -> Operand:
         pads=[top, left, bottom, right], dilations=list(op.dilation), group=op.groups,
         output_padding=after, shape=tuple(x_shape), dtype=g.dtype,
     )  # fmt: skip
+
+
+def across(graph: Graph, g: Operand, w: Operand) -> Value:
+    """w^T g at every pixel: [N, O, P, Q], [O, C, 1, 1] -> [N, C, P * Q]"""
+    n, out, *size = g.shape
+    pixels, taps = size[0] * size[1], graph.reshape(w, tuple(w.shape[:2]))
+    if n == 1:  # a Gemm takes the weight as it lies, and less time than a product of many
+        found = graph.op(
+            "Gemm", taps, graph.reshape(g, (out, pixels)), transA=1,
+            shape=(taps.shape[1], pixels), dtype=g.dtype,
+        )  # fmt: skip
+        return graph.reshape(found, (1, taps.shape[1], pixels))
+    return graph.matmul(graph.permute(taps, [1, 0]), graph.reshape(g, (n, out, pixels)))
 
 
 def slid(c, op: ConvOp, g: Operand, w: Operand, mix: Tensor) -> Operand:

@@ -23,6 +23,7 @@ from gradfilter.export.inplace import in_place, wait_for_readers
 from gradfilter.export.lower import Lowering
 from gradfilter.export.onebyone import one_by_one
 from gradfilter.export.optimizers import understood
+from gradfilter.export.products import accumulate, by_outputs
 from gradfilter.export.step import TrainingStep, enlarged, scores_of
 from gradfilter.export.trace import traced
 from gradfilter.order import evaluating
@@ -96,6 +97,8 @@ class Export:
         for name, value in zip(found.outputs, results, strict=False):
             graph.output(name, value)
         graph.prune()
+        accumulate(graph)
+        by_outputs(graph)
         blocked.fuse(graph)
         one_by_one(graph)
         if NEW + next(iter(self.parameters)) in found.outputs:

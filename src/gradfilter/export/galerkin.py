@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradfilter.export.arithmetic import joined
 from gradfilter.export.convolutions import (
+    across,
     grad_input,
     grad_weight,
     product,
@@ -55,8 +56,7 @@ def _pointwise(c, conv, g, x, w, need_gx, need_gw):
     """A 1x1 layer whose patches match one to one."""
     gx = gw = None
     if need_gx:
-        taps = c.graph.permute(c.graph.reshape(w, tuple(w.shape[:2])), [1, 0])  # [C, O]
-        gx = c.graph.matmul(taps, _flat(c, g))
+        gx = across(c.graph, g, w)
         ratio = conv.diagonal / conv.area
         if isinstance(ratio, Tensor):
             gx = joined(c, "Mul", gx, ratio.flatten())

@@ -62,6 +62,7 @@ class Graph:
         self.inputs: list[Value] = []
         self.outputs: list[tuple[str, Value]] = []
         self.values: dict[str, Value] = {}  # by name: inputs, constants and what nodes put out
+        self.in_blocks: dict[str, Value] = {}  # the same map in blocks, where there is one
         self._by_content: dict[tuple, str] = {}
         self._by_node: dict[tuple, tuple[str, ...]] = {}
         self._reshaped: dict[str, Value] = {}  # what a reshaped value was before

@@ -26,7 +26,7 @@ def wait_for_readers(graph: Graph, names: list[str], new: str) -> None:
             if not _leads(reader, last, makers):
                 _wait(graph, last, reader, makers)
                 makers = _makers(graph)
-    graph.nodes = _sorted(graph)
+    graph.nodes = in_order(graph)
 
 
 def in_place(graph: Graph, names: list[str], new: str) -> bool:
@@ -67,7 +67,7 @@ def _first(graph: Graph, x: Value) -> Value:
     return graph.reshape(one, ())
 
 
-def _sorted(graph: Graph) -> list[Node]:
+def in_order(graph: Graph) -> list[Node]:
     """The nodes in their order, but each behind those that it needs."""
     makers, found = _makers(graph), {}
     for node in graph.nodes:

@@ -92,8 +92,8 @@ def _per_image(graph: Graph, node: Node, known: set[str], count) -> bool:
     if node.kind in ("MatMul", "MatMulInteger"):
         own = all(len(v.shape) == rank for v in of_images) and rank > 2
         return own and all(len(v.shape) < rank for v in others)
-    if node.domain == BLOCKED or node.kind in MAPS:
-        return node.inputs[0] in known and known.isdisjoint(node.inputs[1:])
+    if node.domain == BLOCKED or node.kind in MAPS:  # a fourth input is added to the result
+        return node.inputs[0] in known and known.isdisjoint(node.inputs[1:3])
     if node.kind in ("Concat", "GatherElements"):
         return node.attributes["axis"] % rank > 0 and len(of_images) == len(node.inputs)
     if node.kind == "Transpose":
@@ -117,7 +117,7 @@ def _scan(graph: Graph, images: Value, front: list[Node]) -> Node:
     body.nodes = [Node("Reshape", [image.name, whole], [names[IMAGES]], {})]
     for node in front:
         inputs = [names.get(name, name) for name in node.inputs]
-        if node.kind == "Reshape":
+        if node.kind == "Reshape" and inputs[1] in graph.constants:  # others keep the first size
             inputs[1] = graph.constant(np.array([1, *graph.constants[inputs[1]][1:]]))
         body.nodes.append(
             replace(node, inputs=inputs, outputs=[names[name] for name in node.outputs])

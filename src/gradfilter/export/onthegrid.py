@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradfilter.export import convolutions, galerkin, gradientfilter
-from gradfilter.export.arithmetic import cast, compare, joined
+from gradfilter.export import blocked, convolutions, galerkin, gradientfilter
+from gradfilter.export.arithmetic import add, cast, clamp, compare, joined, relu
 from gradfilter.export.graph import Operand
 from gradfilter.export.trace import Result, traced
 from gradfilter.kernels.eager import ACTIVATIONS, IDEMPOTENT
@@ -14,6 +14,8 @@ from gradfilter.patches import divide_up, patch_area
 from gradfilter.region.grid import _Filtered
 
 FEW = 16  # patches a row, up to which a product with all of them is the fastest mean
+FEWER = 2  # how many times, for the passes over it are more
+ROW = 64  # pixels of a row of patches, below which a product of bytes is slower than a mean
 CONVOLUTION = torch.ops.aten.convolution.default
 
 
@@ -28,6 +30,8 @@ def mean(c, x: Operand, side) -> Operand:
     if side == [1, 1]:
         return x
     count = tuple(divide_up(s, r) for s, r in zip(size, side, strict=True))
+    if blocked.holds(c.graph, x) and not any(s % r for s, r in zip(size, side, strict=True)):
+        return blocked.patch_mean(c.graph, c.graph.in_blocks[x.name], side, x.shape[1])
     if size[0] % side[0] == 0 and count[1] <= FEW:
         return _by_product(c, x, side, count)
     beyond = [n * r - s for n, r, s in zip(count, side, size, strict=True)]
@@ -53,9 +57,10 @@ def _by_product(c, x: Operand, side, count) -> Operand:
 
 def epilogue(c, call, y, scale, shift, act, parameter, side, residual, stats):
     """A convolution with what follows it; scale and shift go into its weight and bias."""
-    z = _folded(c, call, y, scale, shift)
+    whole = all(min(r, s) == 1 for r, s in zip(side, y.shape[2:], strict=True))
+    z = _folded(c, call, y, scale, shift, whole)
     if residual is not None:
-        z = joined(c, "Add", z, residual)
+        z = add(c, call, z, residual)
     a = activated(c, z, act, parameter)
     read = call.read
     means = mean(c, a, side) if stats and 1 in read else None
@@ -65,8 +70,8 @@ def epilogue(c, call, y, scale, shift, act, parameter, side, residual, stats):
     return a, means, slopes
 
 
-def _folded(c, call, y, scale, shift) -> Operand:
-    """y * scale + shift."""
+def _folded(c, call, y, scale, shift, whole: bool) -> Operand:
+    """y * scale + shift; `whole` if y is its own patch means."""
     before = call.args[0]
     own = before.call if isinstance(before, Result) else None
     if own is not None and own.target is CONVOLUTION and own.read == {0: 1}:
@@ -74,12 +79,27 @@ def _folded(c, call, y, scale, shift) -> Operand:
         stride, padding, dilation, transposed, _, groups = own.args[3:9]
         if b is None and not transposed:
             x, pads = convolutions.padded(c, own, x, padding)
+            if scale is not None and whole and _smaller(y, w, stride):
+                y = convolutions.conv(c.graph, x, w, b, stride, pads, dilation, groups, y.shape)
+                return _affine(c, y, scale, shift)
             if scale is not None:
                 w = times(c, w, c.graph.reshape(scale, (*scale.shape, 1, 1, 1)))
             return convolutions.conv(c.graph, x, w, shift, stride, pads, dilation, groups, y.shape)
     if scale is not None:
         y = joined(c, "Mul", y, c.graph.reshape(scale, (*scale.shape, 1, 1)))
     return y if shift is None else joined(c, "Add", y, c.graph.reshape(shift, (*shift.shape, 1, 1)))
+
+
+def _smaller(y: Operand, w: Operand, stride) -> bool:
+    """Whether there is less to scale in one image's y than in the weight of its 1x1 layer."""
+    one = y.shape[0] == 1 and tuple(w.shape[2:]) == tuple(stride) == (1, 1)
+    return one and w.shape[1] > FEWER * y.shape[2] * y.shape[3]
+
+
+def _affine(c, y: Operand, scale: Operand, shift: Operand | None) -> Operand:
+    nothing, one = torch.zeros(y.shape[1], dtype=y.dtype), torch.ones(y.shape[1], dtype=y.dtype)
+    shift = nothing if shift is None else shift
+    return c.graph.op("BatchNormalization", y, scale, shift, nothing, one, epsilon=0.0, like=y)
 
 
 def times(c, a: Operand, b: Operand) -> Operand:
@@ -91,10 +111,9 @@ def activated(c, z: Operand, act: str, parameter: float) -> Operand:
     if act == "none":
         return z
     if act == "relu":
-        return c.graph.op("Relu", z, like=z)
+        return relu(c, None, z)
     if act == "relu6":
-        ends = (torch.tensor(v, dtype=z.dtype) for v in (0.0, 6.0))
-        return c.graph.op("Clip", z, *ends, like=z)
+        return clamp(c, None, z, 0.0, 6.0)
     return inlined(c, ACTIVATIONS[act].f, z, parameter)
 
 
@@ -108,19 +127,27 @@ def _slopes(c, x: Operand, act: str, parameter: float, side) -> Operand:
     if size[0] % side[0] or count[1] > FEW or side == [1, 1]:
         return mean(c, cast(c, _inside(c, x, act), x.dtype), side)
     # counted in bytes: a quarter of the memory that the slopes would take as numbers
-    inside = cast(c, _inside(c, _in_patches(c, x, side, count), act), torch.uint8)
     of = _columns(size[1], side, count)
-    ones, shape = of.to(torch.uint8).repeat(side[0], 1), (*x.shape[:2], *count)
+    ones, pixels = of.to(torch.uint8).repeat(side[0], 1), of.sum(0) * side[0]
+    if blocked.holds(c.graph, x) and not size[1] % side[1]:
+        inside = _inside(c, c.graph.in_blocks[x.name], act)
+        if side[0] * size[1] < ROW:
+            return blocked.patch_mean(c.graph, cast(c, inside, x.dtype), side, x.shape[1])
+        inside = cast(c, inside, torch.uint8)
+        found = blocked.patch_counts(c.graph, inside, ones.T.contiguous(), count)
+        found = joined(c, "Div", cast(c, found, x.dtype), pixels[0].to(x.dtype))
+        return blocked.back(c.graph, found, x.shape[1])
+    inside = cast(c, _inside(c, _in_patches(c, x, side, count), act), torch.uint8)
+    shape = (*x.shape[:2], *count)
     found = c.graph.op("MatMulInteger", inside, ones, shape=shape, dtype=torch.int32)
-    pixels = of.sum(0) * side[0]
     if (pixels == pixels[0]).all():  # one number for all is divided by several times faster
         pixels = pixels[0]
     return joined(c, "Div", cast(c, found, x.dtype), pixels.to(x.dtype))
 
 
 def _inside(c, x: Operand, act: str) -> Operand:
-    """Where the slope of a ReLU or ReLU6 is 1."""
-    inside = compare("Greater")(c, None, x, 0.0)
+    """Where the slope of a ReLU or ReLU6 is 1, of its output: not 0, which takes less to find."""
+    inside = cast(c, x, torch.bool)
     if act == "relu6":
         inside = joined(c, "And", inside, compare("Less")(c, None, x, 6.0))
     return inside
