@@ -11,8 +11,11 @@ from gradfilter.layers import ConvOp
 LIBRARY = cpu_library.library()
 pytestmark = pytest.mark.skipif(isinstance(LIBRARY, cpu_library.Unavailable), reason="no C library")
 THREE = ConvOp((3, 3), (1, 1), (1, 1, 1, 1))
-# rows, inner, columns: around the sizes of tiles and panels, and long enough for copied panels
+# rows, inner, columns: around the sizes of tiles and panels, and of what is copied at once
 SHAPES = [(1, 1, 1), (13, 5, 33), (7, 700, 31), (100, 600, 70), (300, 40, 17), (49, 96, 24)]
+SHAPES += [(49, 385, 400), (401, 50, 390)]
+# N, C, O, H, W: the weights of the last two are not light
+LAYERS = [(2, 33, 40, 7, 6), (1, 96, 24, 5, 5), (3, 300, 130, 9, 7), (1, 130, 500, 5, 9)]
 # N, C, O, H, W
 MAPS = [(2, 32, 33, 7, 7), (1, 40, 32, 3, 14), (3, 70, 64, 5, 9), (1, 130, 100, 17, 4)]
 
@@ -55,15 +58,21 @@ def test_products(shape, product, threads):
     assert kernels.product(a.double(), b.double()).dtype == torch.float64
 
 
-@pytest.mark.parametrize("shape", [(2, 33, 40, 7, 6), (1, 96, 24, 5, 5)], ids=str)
-def test_1x1_layers_by_either_product(shape, product):
+@pytest.mark.parametrize("shape", LAYERS, ids=str)
+def test_1x1_layers_by_either_product(shape, product, threads):
     n, c, o, h, w = shape
     x, weight, g = some_map(n, c, h, w), some_map(o, c, 1, 1), some_map(n, o, h, w, seed=1)
-    y, _, _ = cpu.pointwise(x, weight, None, None, "none", (2, 2), None, False)
-    close(y, eager.convolve(x.double(), weight.double(), ConvOp((1, 1))))
-    _, gx, gw = cpu.pointwise_grid_backward(g, None, None, 1.0, x, weight, (1.0, 1.0))
+    wanted = eager.convolve(x.double(), weight.double(), ConvOp((1, 1)))
+    for stats in (False, True):
+        y, mean, _ = cpu.pointwise(x, weight, None, None, "none", (2, 2), None, stats)
+        close(y, wanted)
+        close(mean, eager.patch_mean(wanted, (2, 2)) if stats else None)
+    dots = torch.empty(o)
+    _, gx, gw = cpu.pointwise_grid_backward(g, None, None, 1.0, x, weight, (1.0, 2.0), dots=dots)
     close(gx, torch.einsum("nopq,oc->ncpq", g.double(), weight[:, :, 0, 0].double()))
-    close(gw[:, :, 0, 0], torch.einsum("nopq,ncpq->oc", g.double(), x.double()))
+    wanted = 2 * torch.einsum("nopq,ncpq->oc", g.double(), x.double())
+    close(gw[:, :, 0, 0], wanted)
+    close(dots, (wanted * weight[:, :, 0, 0].double()).sum(1))
 
 
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format], ids=str)

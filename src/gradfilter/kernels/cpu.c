@@ -45,13 +45,20 @@ enum { NONE, RELU, RELU6, HARDSWISH, HARDSIGMOID, SILU, SIGMOID, GELU, GELU_TANH
 #define SLICE 256
 /* Bytes of the first cache that a depthwise convolution plans with. */
 #define CACHE 40000
-/* Floats of a 1x1 layer's output that one thread computes before it goes over them again, so that
- * they are still in the second cache. */
+/* Floats of a 1x1 layer's weight that are turned at once and stay in the cache; then so many pixels are
+ * computed before the epilogue goes over them. Of others so many floats of its output are, which are
+ * then still in the second cache. */
+#define LIGHT 32768
+#define PIXELS 48
 #define STRIP 98304
 /* Tiles of a convolution at a time, times its input channels, see struct winograd_job. */
 #define TILES 16384
-/* Floats of a product's left factor that stay in the cache while all columns are computed. */
-#define ROWS 16384
+/* Rows, columns and terms of a product at a time: what is copied of both factors stays in the cache. */
+#define ROWS 384
+#define COLUMNS 384
+#define DEEP 192
+/* Floats of a product that do not stay in the second cache. */
+#define LARGE 98304
 
 /* ---- threads ---- */
 
@@ -105,13 +112,15 @@ static void *scratch(idx bytes) {
     return aligned_alloc(64, (size_t)ceil_div(max_idx(bytes, 1), 64) * 64);
 }
 
-/* c [M][N] = alpha * a b. a(i, k) is a[i * ai + k * ak]; b is [K][N] or, turned, [N][K]. */
+/* c [M][N] = alpha * a b. a(i, k) is a[i * ai + k * ak]; b is [K][N]. */
 struct product_job {
     const float *a, *b;
     float *c;
-    idx ai, ak, M, N, K, rows; /* rows of c that an item computes, of one panel of its columns */
+    idx ai, ak, M, N, K, rows, columns; /* rows and columns of c that an item computes */
     float alpha;
-    int turned, packed, add; /* a panel of b is copied first; c is added to */
+    int add; /* c is added to */
+    const float *w;
+    float *dots; /* of each row of c with that of w [M][N]; NULL: none */
     int *failed;
 };
 
@@ -145,6 +154,22 @@ struct epilogue_job {
     idx H, W, C, rh, rw;
     int act;
     float parameter;
+};
+
+/* A 1x1 convolution: y[pixel] = w x[pixel], w [C][K], then the epilogue. */
+struct pointwise_job {
+    struct epilogue_job out;
+    const float *x, *w;
+    idx K;
+    float *turned; /* w, in panels: [C / panel][K][panel] */
+    idx first, count; /* or the pixels for which panels are turned one by one */
+    int *failed;
+};
+
+/* How far its product has come, in pixels of the batch. */
+struct walk {
+    const struct pointwise_job *job;
+    idx ready, end;
 };
 
 /* The items of a job from `begin` on. */
@@ -255,7 +280,7 @@ typedef void (*pixel_fn)(const struct pixel *);
 
 struct isa {
     const char *name;
-    range_fn patch_mean, epilogue, depthwise, grid_backward, max_pool, pool_grid_backward;
+    range_fn patch_mean, epilogue, turns, pointwise, panels, depthwise, grid_backward, max_pool, pool_grid_backward;
     range_fn slope_backward, row_dots, spread, product, winograd_tiles, winograd_panels;
     idx lanes, panel; /* columns of c that a product takes at a time */
     idx breadth, outs; /* channels, and rows of gw, that winograd takes at a time */
@@ -367,22 +392,23 @@ EXPORT int gf_wants_product(void) {
 #endif
 }
 
+EXPORT int gf_row_dots(const float *a, const float *b, float *dots, idx rows, idx K, int threads);
 /* See struct product_job; ai or ak is 1. */
-static int multiply(const float *a, idx ai, idx ak, const float *b, int turned, float *c, idx M,
-                    idx N, idx K, float alpha, int threads) {
-    if (product) { /* columns first: c^T = b^T a^T */
+static int multiply(const float *a, idx ai, idx ak, const float *b, float *c, idx M, idx N, idx K,
+                    float alpha, const float *w, float *dots, int threads) {
+    if (product && !dots) { /* columns first: c^T = b^T a^T */
         const float beta = 0;
-        const idx ldb = turned ? K : N, lda = ak == 1 ? ai : ak;
-        product(turned ? "T" : "N", ak == 1 ? "N" : "T", &N, &M, &K, &alpha, b, &ldb, a, &lda, &beta,
-                c, &N);
+        const idx lda = ak == 1 ? ai : ak;
+        product("N", ak == 1 ? "N" : "T", &N, &M, &K, &alpha, b, &N, a, &lda, &beta, c, &N);
+        if (dots) gf_row_dots(c, w, dots, M, N, threads);
         return 0;
     }
     int failed = 0;
-    /* Rows of b that lie far apart are worth a copy where many rows of c read them. */
-    const int packed = turned || (ak == 1 && K >= 512 && M >= 96 && N > chosen->panel);
-    const idx rows = max_idx(24, packed ? 256 : ROWS / max_idx(K, 1));
-    struct product_job job = {a, b, c, ai, ak, M, N, K, rows, alpha, turned, packed, 0, &failed};
-    run(chosen->product, &job, ceil_div(M, rows) * ceil_div(N, chosen->panel), M * N * K / 8, threads);
+    const idx panels = ceil_div(N, chosen->panel);
+    const idx columns = ceil_div(panels, dots ? 1 : ceil_div(N, COLUMNS)) * chosen->panel;
+    const idx rows = max_idx(24, min_idx(ROWS, ceil_div(M, threads)));
+    struct product_job job = {a, b, c, ai, ak, M, N, K, rows, columns, alpha, 0, w, dots, &failed};
+    run(chosen->product, &job, ceil_div(M, rows) * ceil_div(N, columns), M * N * K / 8, threads);
     return failed ? -1 : 0;
 }
 
@@ -404,29 +430,38 @@ EXPORT int gf_epilogue(float *y, const float *residual, const float *scale, cons
     return 0;
 }
 
-/* y[pixel] = w x[pixel], w [C][K], then the epilogue; a few patch rows at a time. */
 EXPORT int gf_pointwise(const float *x, const float *w, const float *residual, const float *scale,
                         const float *shift, float *y, float *mean, float *slope, idx N, idx H, idx W,
                         idx K, idx C, idx rh, idx rw, int act, float parameter, int threads) {
-    if (!mean) rh = 4;
-    const idx P = ceil_div(H, rh), tile = max_idx(1, threads * STRIP / (rh * W * C));
-    struct epilogue_job job = {y, residual, scale, shift, mean, slope, H, W, C, rh, rw, act, parameter};
-    for (idx item = 0; item < N * P; item += tile) {
-        const idx end = min_idx(item + tile, N * P);
-        const idx first = item / P * H + item % P * rh, last = end / P * H + end % P * rh;
-        if (multiply(x + first * W * K, K, 1, w, 1, y + first * W * C, (last - first) * W, C, K, 1,
-                     threads))
-            return -1;
-        struct part part = {chosen->epilogue, &job, item};
-        run(part_items, &part, end - item, (last - first) * W * C, threads);
+    int failed = 0;
+    if (!mean) rh = min_idx(4, H);
+    const idx P = ceil_div(H, rh), panels = ceil_div(C, chosen->panel), size = panels * chosen->panel * K;
+    struct pointwise_job job = {
+        {y, residual, scale, shift, mean, slope, H, W, C, rh, rw, act, parameter},
+        x, w, K, NULL, 0, 0, &failed};
+    if (size <= LIGHT) {
+        job.turned = scratch(size * 4);
+        if (!job.turned) return -1;
+        chosen->turns(&job, 0, panels);
+        run(chosen->pointwise, &job, N * P, N * H * W * (C + K), threads);
+        free(job.turned);
+        return 0;
     }
-    return 0;
+    const idx strip = max_idx(1, threads * STRIP / (rh * W * C));
+    for (idx item = 0; item < N * P && !failed; item += strip) {
+        const idx end = min_idx(item + strip, N * P), last = (end / P * H + end % P * rh) * W;
+        job.first = (item / P * H + item % P * rh) * W, job.count = last - job.first;
+        run(chosen->panels, &job, panels, job.count * C * K / 8, threads);
+        struct part part = {chosen->epilogue, &job.out, item};
+        run(part_items, &part, end - item, job.count * C, threads);
+    }
+    return failed ? -1 : 0;
 }
 
 /* c [M][N] = a b; a(i, k) is a[i * ai + k * ak], where ai or ak is 1; b is [K][N]. */
 EXPORT int gf_product(const float *a, const float *b, float *c, idx ai, idx ak, idx M, idx N, idx K,
                       int threads) {
-    return multiply(a, ai, ak, b, 0, c, M, N, K, 1, threads);
+    return multiply(a, ai, ak, b, c, M, N, K, 1, NULL, NULL, threads);
 }
 
 /* See struct winograd_job. */
@@ -615,9 +650,8 @@ EXPORT int gf_pointwise_backward(const float *g, const float *slope, const float
         gf_slope_backward(g, slope, scale, NULL, whole, sloped, scale ? space : NULL, sum, N, cells,
                           C, act, threads);
     int failed = 0;
-    if (gx) failed |= multiply(s, C, 1, w, 0, gx, N * cells, K, C, into_gx, threads);
-    if (gw) failed |= multiply(s, 1, C, x, 0, gw, C, K, N * cells, into_gw, threads);
-    if (dots) gf_row_dots(gw, w, dots, C, K, threads);
+    if (gx) failed |= multiply(s, C, 1, w, gx, N * cells, K, C, into_gx, NULL, NULL, threads);
+    if (gw) failed |= multiply(s, 1, C, x, gw, C, K, N * cells, into_gw, w, dots, threads);
     free(space);
     return failed;
 }

@@ -97,44 +97,121 @@ static void turn(const float *b, idx n, idx K, float *panel) {
         for (idx k = 0; k < K; k++) panel[k * PANEL + i] = b[i * K + k];
 }
 
-/* Columns `first` to `first` + n of b. [K][N] -> [K][PANEL] */
-static void copy(const struct product_job *j, idx first, idx n, float *panel) {
-    for (idx k = 0; k < j->K; k++) memcpy(panel + k * PANEL, j->b + k * j->N + first, (size_t)n * 4);
+/* `deep` rows of b from its row k0 on and n of its columns, panel by panel; read in order, for rows
+ * may lie a page apart. [K][N] -> [panels][deep][PANEL] */
+static void pack_b(const struct product_job *j, idx k0, idx deep, idx column, idx n, float *to) {
+    for (idx k = 0; k < deep; k++) {
+        const float *row = j->b + (k0 + k) * j->N + column;
+#define BODY(n) store(to + (c / PANEL * deep + k) * PANEL + c % PANEL, load(row + c, n), n)
+        FOR_LANES(c, 0, n, BODY);
+#undef BODY
+    }
+}
+
+/* Rows are taken in blocks of at most TALL, as alike as can be: the first `more` of them have one more
+ * than the others. (Divisions take as long as a row of a tile.) */
+struct OWN(blocks) { idx size, more; };
+static struct OWN(blocks) blocks_of(idx rows) {
+    const idx count = ceil_div(rows, TALL);
+    return (struct OWN(blocks)){rows / count, rows % count};
+}
+#define EACH_BLOCK(rows, row, tall) \
+    for (idx row = 0, i = 0, tall; row < (rows) && (tall = blocks.size + (i < blocks.more), 1); row += tall, i++)
+
+/* The rows of a, which lie in columns, block by block. [K][M] -> [blocks][deep][rows of a block] */
+static void pack_a(const struct product_job *j, idx first, idx rows, idx k0, idx deep, float *to) {
+    const struct OWN(blocks) blocks = blocks_of(rows);
+    EACH_BLOCK(rows, row, tall) {
+        const float *from = j->a + first + row + k0 * j->ak;
+        for (idx k = 0; k < deep; k++, from += j->ak, to += tall) {
+#define BODY(n) store(to + r, load(from + r, n), n)
+            FOR_LANES(r, 0, tall, BODY);
+#undef BODY
+        }
+    }
+}
+
+/* dots[row] += <c, w> over n columns of some rows. */
+static void add_dots(const float *c, const float *w, idx rows, idx pitch, idx n, float *dots) {
+    for (idx i = 0; i < rows; i++, c += pitch, w += pitch) {
+        vf sum = all(0);
+#define BODY(n) sum += load(c + k, n) * load(w + k, n)
+        FOR_LANES(k, 0, n, BODY);
+#undef BODY
+        store(dots + i * LANES, load(dots + i * LANES, LANES) + sum, LANES);
+    }
+}
+
+INLINE void product_tile(const struct product_job *j, idx tall, const float *a, const float *b,
+                         idx pitch, float *c, idx n) {
+    if (n > LANES) tiles_2(tall, j, a, b, pitch, c, n - LANES);
+    else tiles_1(tall, j, a, b, pitch, c, n);
 }
 
 /* `left` rows of c from `first` on and n of its columns, at most a panel; b and c are theirs. */
 INLINE void product_rows(const struct product_job *j, idx first, idx left, const float *b, idx pitch,
                          float *c, idx n) {
-    const idx blocks = ceil_div(left, TALL);
-    for (idx block = 0; block < blocks; block++) {
-        const idx i = first + block * left / blocks, tall = first + (block + 1) * left / blocks - i;
-        const float *a = j->a + i * j->ai;
-        if (n > LANES) tiles_2(tall, j, a, b, pitch, c + i * j->N, n - LANES);
-        else tiles_1(tall, j, a, b, pitch, c + i * j->N, n);
+    const struct OWN(blocks) blocks = blocks_of(left);
+    const float *a = j->a + first * j->ai;
+    c += first * j->N;
+    EACH_BLOCK(left, row, tall) product_tile(j, tall, a + row * j->ai, b, pitch, c + row * j->N, n);
+}
+
+/* Rows [first, first + rows) of c in the columns from `column` on, for `deep` terms of its sums. `a`
+ * and `b` are packed, or NULL. */
+static void product_block(const struct product_job *j, idx first, idx rows, idx column, idx columns,
+                          idx k0, idx deep, const float *a, const float *b, float *dots) {
+    struct product_job part = *j;
+    part.K = deep;
+    part.add = k0 > 0;
+    const int large = j->M * j->N > LARGE;
+    const struct OWN(blocks) blocks = blocks_of(rows);
+    for (idx c = 0; c < columns; c += PANEL) {
+        const idx n = min_idx(PANEL, columns - c);
+        const float *panel = b ? b + c * deep : j->b + k0 * j->N + column + c;
+        float *to = j->c + first * j->N + column + c;
+        EACH_BLOCK(rows, row, tall) {
+            const float *own = a ? a + row * deep : j->a + (first + row) * j->ai + k0 * j->ak;
+            if (a) part.ak = tall;
+            for (idx r = row; large && r < row + tall; r++) /* c is not in the cache: it is asked for ahead */
+                for (idx k = 0; k < n; k += 16) __builtin_prefetch(to + r * j->N + k, 1);
+            product_tile(&part, tall, own, panel, b ? PANEL : j->N, to + row * j->N, n);
+            if (dots && k0 + deep == j->K)
+                add_dots(to + row * j->N, j->w + first * j->N + column + c + row * j->N, tall, j->N,
+                         n, dots + row * LANES);
+        }
     }
 }
 
-/* An item is some rows of c in one panel; those of one panel follow each other where b is packed. */
+/* An item is some rows of c and some of its columns. */
 static void product_items(const void *arg, idx begin, idx end) {
     const struct product_job *j = arg;
-    const idx heights = ceil_div(j->M, j->rows), panels = ceil_div(j->N, PANEL);
-    float *space = j->packed ? scratch(j->K * PANEL * (idx)sizeof(float)) : NULL;
-    if (j->packed && !space) {
+    const idx across = ceil_div(j->N, j->columns);
+    const int packs_b = j->rows >= 2 * TALL && j->N > PANEL, packs_a = j->ai == 1 && j->N > PANEL;
+    const idx size_b = packs_b ? min_idx(DEEP, j->K) * ceil_div(j->columns, PANEL) * PANEL : 0;
+    const idx size_a = packs_a ? j->rows * min_idx(DEEP, j->K) : 0;
+    float *space = scratch((size_b + size_a + (j->dots ? j->rows * LANES : 0)) * 4);
+    if (!space) {
         *j->failed = 1;
         return;
     }
-    for (idx item = begin, ready = -1; item < end; item++) {
-        const idx p = j->packed ? item / heights : item % panels, column = p * PANEL;
-        const idx n = min_idx(PANEL, j->N - column);
-        const idx first = (j->packed ? item % heights : item / panels) * j->rows;
-        const idx left = min_idx(j->rows, j->M - first);
-        const float *b = j->packed ? space : j->b + column;
-        if (j->packed && ready != p) {
-            if (j->turned) turn(j->b + column * j->K, n, j->K, space);
-            else copy(j, column, n, space);
+    float *a = packs_a ? space + size_b : NULL, *b = packs_b ? space : NULL;
+    float *dots = j->dots ? space + size_b + size_a : NULL;
+    for (idx item = begin; item < end; item++) {
+        const idx first = item / across * j->rows, column = item % across * j->columns;
+        const idx rows = min_idx(j->rows, j->M - first), n = min_idx(j->columns, j->N - column);
+        if (dots) memset(dots, 0, (size_t)(rows * LANES) * 4);
+        for (idx k0 = 0; k0 < j->K; k0 += DEEP) {
+            const idx deep = min_idx(DEEP, j->K - k0);
+            if (b) pack_b(j, k0, deep, column, n, b);
+            if (a) pack_a(j, first, rows, k0, deep, a);
+            product_block(j, first, rows, column, n, k0, deep, a, b, dots);
         }
-        ready = p;
-        product_rows(j, first, left, b, j->packed ? PANEL : j->N, j->c + column, n);
+        for (idx i = 0; dots && i < rows; i++) {
+            float total = 0;
+            for (int l = 0; l < LANES; l++) total += dots[i * LANES + l];
+            j->dots[first + i] = total;
+        }
     }
     free(space);
 }
