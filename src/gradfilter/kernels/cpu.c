@@ -396,7 +396,7 @@ EXPORT int gf_row_dots(const float *a, const float *b, float *dots, idx rows, id
 /* See struct product_job; ai or ak is 1. */
 static int multiply(const float *a, idx ai, idx ak, const float *b, float *c, idx M, idx N, idx K,
                     float alpha, const float *w, float *dots, int threads) {
-    if (product && !dots) { /* columns first: c^T = b^T a^T */
+    if (product) { /* columns first: c^T = b^T a^T */
         const float beta = 0;
         const idx lda = ak == 1 ? ai : ak;
         product("N", ak == 1 ? "N" : "T", &N, &M, &K, &alpha, b, &N, a, &lda, &beta, c, &N);
