@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from importlib import metadata
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -42,6 +43,7 @@ def main() -> None:
         import measure  # loads torch, which the measured processes must not
 
         about = measure.about("benchmarks/device.py", sys.argv[1:])
+        about["versions"]["onnxruntime"] = metadata.version("onnxruntime")
         measure.write(path, {"about": about, "rows": found})
     print(table(found))
 
