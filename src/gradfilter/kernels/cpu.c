@@ -156,11 +156,14 @@ struct epilogue_job {
     float parameter;
 };
 
-/* A 1x1 convolution: y[pixel] = w x[pixel], w [C][K], then the epilogue. */
+/* A 1x1 convolution: y[pixel] = w x[pixel], w [C][K], then the epilogue. With a geometry (see struct
+ * depthwise_job) any other, of an input [IH][IW][IC]: a pixel's row is what its window sees, tap by tap. */
 struct pointwise_job {
     struct epilogue_job out;
     const float *x, *w;
     idx K;
+    const idx *geometry;
+    idx IH, IW, IC;
     float *turned; /* w, in panels: [C / panel][K][panel] */
     idx first, count; /* or the pixels for which panels are turned one by one */
     int *failed;
@@ -169,6 +172,7 @@ struct pointwise_job {
 /* How far its product has come, in pixels of the batch. */
 struct walk {
     const struct pointwise_job *job;
+    float *space; /* for rows of windows */
     idx ready, end;
 };
 
@@ -430,23 +434,28 @@ EXPORT int gf_epilogue(float *y, const float *residual, const float *scale, cons
     return 0;
 }
 
+/* A job whose weight stays in the cache. */
+static int light_layer(struct pointwise_job *job, idx N, int threads) {
+    const struct epilogue_job *out = &job->out;
+    const idx panels = ceil_div(out->C, chosen->panel), pixels = N * out->H * out->W;
+    job->turned = scratch(panels * chosen->panel * job->K * 4);
+    if (!job->turned) return -1;
+    chosen->turns(job, 0, panels);
+    run(chosen->pointwise, job, N * ceil_div(out->H, out->rh), pixels * (out->C + job->K), threads);
+    free(job->turned);
+    return *job->failed ? -1 : 0;
+}
+
 EXPORT int gf_pointwise(const float *x, const float *w, const float *residual, const float *scale,
                         const float *shift, float *y, float *mean, float *slope, idx N, idx H, idx W,
                         idx K, idx C, idx rh, idx rw, int act, float parameter, int threads) {
     int failed = 0;
     if (!mean) rh = min_idx(4, H);
-    const idx P = ceil_div(H, rh), panels = ceil_div(C, chosen->panel), size = panels * chosen->panel * K;
     struct pointwise_job job = {
-        {y, residual, scale, shift, mean, slope, H, W, C, rh, rw, act, parameter},
-        x, w, K, NULL, 0, 0, &failed};
-    if (size <= LIGHT) {
-        job.turned = scratch(size * 4);
-        if (!job.turned) return -1;
-        chosen->turns(&job, 0, panels);
-        run(chosen->pointwise, &job, N * P, N * H * W * (C + K), threads);
-        free(job.turned);
-        return 0;
-    }
+        .out = {y, residual, scale, shift, mean, slope, H, W, C, rh, rw, act, parameter},
+        .x = x, .w = w, .K = K, .failed = &failed};
+    const idx P = ceil_div(H, rh), panels = ceil_div(C, chosen->panel);
+    if (panels * chosen->panel * K <= LIGHT) return light_layer(&job, N, threads);
     const idx strip = max_idx(1, threads * STRIP / (rh * W * C));
     for (idx item = 0; item < N * P && !failed; item += strip) {
         const idx end = min_idx(item + strip, N * P), last = (end / P * H + end % P * rh) * W;
@@ -456,6 +465,51 @@ EXPORT int gf_pointwise(const float *x, const float *w, const float *residual, c
         run(part_items, &part, end - item, job.count * C, threads);
     }
     return failed ? -1 : 0;
+}
+
+/* A convolution of few channels, w [C][kh][kw][IC], then the epilogue. */
+EXPORT int gf_convolve(const float *x, const float *w, const float *scale, const float *shift, float *y,
+                       float *mean, float *slope, idx N, idx IH, idx IW, idx IC, idx C, idx H, idx W,
+                       const idx *geometry, idx rh, idx rw, int act, float parameter, int threads) {
+    int failed = 0;
+    if (!mean) rh = min_idx(4, H);
+    struct pointwise_job job = {
+        .out = {y, NULL, scale, shift, mean, slope, H, W, C, rh, rw, act, parameter},
+        .x = x, .w = w, .K = geometry[0] * geometry[1] * IC, .geometry = geometry,
+        .IH = IH, .IW = IW, .IC = IC, .failed = &failed};
+    return light_layer(&job, N, threads);
+}
+
+/* Where taps[tap][p][q] is not 0, as the first q and the one after the last: [k][P][2] */
+static idx *bounds(const float *taps, idx k, idx P, idx Q) {
+    idx *found = scratch(2 * k * P * (idx)sizeof(idx));
+    for (idx i = 0; found && i < k * P; i++) {
+        idx *own = found + 2 * i;
+        for (own[0] = 0; own[0] < Q && taps[i * Q + own[0]] == 0;) own[0]++;
+        for (own[1] = Q; own[1] > own[0] && taps[i * Q + own[1] - 1] == 0;) own[1]--;
+    }
+    return found;
+}
+
+/* What every tap sees of a map of patches [Q1][Q2][C]: seen [P1][P2][kh][kw][C], the sums over q of
+ * taps_h[a][p1][q1] taps_w[b][p2][q2] x[q1][q2]. */
+EXPORT int gf_windows(const float *x, const float *taps_h, const float *taps_w, float *seen, idx N,
+                      idx C, idx P1, idx P2, idx Q1, idx Q2, idx kh, idx kw) {
+    idx *tall = bounds(taps_h, kh, P1, Q1), *wide = bounds(taps_w, kw, P2, Q2);
+    if (tall && wide) memset(seen, 0, (size_t)(N * P1 * P2 * kh * kw * C) * sizeof(float));
+    for (idx n = 0; tall && wide && n < N; n++, x += Q1 * Q2 * C)
+        for (idx p = 0; p < P1 * P2; p++)
+            for (idx tap = 0; tap < kh * kw; tap++, seen += C) {
+                const idx at_h = tap / kw * P1 + p / P2, at_w = tap % kw * P2 + p % P2;
+                for (idx q1 = tall[2 * at_h]; q1 < tall[2 * at_h + 1]; q1++)
+                    for (idx q2 = wide[2 * at_w]; q2 < wide[2 * at_w + 1]; q2++) {
+                        const float count = taps_h[at_h * Q1 + q1] * taps_w[at_w * Q2 + q2];
+                        for (idx c = 0; c < C; c++) seen[c] += count * x[(q1 * Q2 + q2) * C + c];
+                    }
+            }
+    const int failed = !tall || !wide;
+    free(tall), free(wide);
+    return -failed;
 }
 
 /* c [M][N] = a b; a(i, k) is a[i * ai + k * ak], where ai or ak is 1; b is [K][N]. */

@@ -38,7 +38,7 @@ static float real(idx word) {
 
 /* The kernels a tape may call, in the order of tape.py's table. */
 enum { PATCH_MEAN, POINTWISE, DEPTHWISE, ADD, POINTWISE_BACKWARD, SLOPE_BACKWARD, GRID_BACKWARD,
-       ROW_DOTS, WEIGH };
+       ROW_DOTS, WEIGH, CONVOLVE, WINDOWS };
 
 /* One call: its pointers, three words each, stand before its numbers. The number of images is not
  * among them. */
@@ -84,6 +84,15 @@ static int play(const struct playing *p, idx kernel, const idx *words) {
     case WEIGH: {
         const idx *k = words + 9;
         return gf_weigh(AT(0), AT(1), AT(2), real(k[0]), n, k[1], k[2]);
+    }
+    case CONVOLVE: {
+        const idx *k = words + 24;
+        return gf_convolve(AT(0), AT(1), AT(2), AT(3), AT(4), AT(5), AT(6), n, k[0], k[1], k[2], k[3],
+                           k[4], k[5], AT(7), k[6], k[7], (int)k[8], real(k[9]), threads);
+    }
+    case WINDOWS: {
+        const idx *k = words + 12;
+        return gf_windows(AT(0), AT(1), AT(2), AT(3), n, k[0], k[1], k[2], k[3], k[4], k[5], k[6]);
     }
     }
     return -2;

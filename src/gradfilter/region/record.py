@@ -27,6 +27,7 @@ class Recorded:
         self.slots: dict[object, int] = {}
         self.finds: list[Find] = []
         self.parameters: list[int] = []  # the positions of those it reads
+        self.by_taps: list[int] = []  # and of those it reads in channels-last order
         self.steps = 0
 
     def slot(self, name: object, find: Find) -> int:
@@ -40,6 +41,12 @@ class Recorded:
         self.parameters.append(position)
         return Spot(self.slot(("parameter", position), lambda c: c.tensors[position]))
 
+    def taps(self, module: nn.Module) -> Spot:
+        """The weight of a convolution, [O, kh, kw, C] in memory; a copy where it is not."""
+        position = self.c.runner.position[id(module), "weight"]
+        self.by_taps.append(position)
+        return Spot(self.slot(("taps", position), lambda c: channels_last(c.tensors[position])))
+
     def constant(self, name: object, t: Tensor) -> Spot:
         return Spot(self.slot(name, lambda c: t))
 
@@ -52,6 +59,8 @@ class Recorded:
         parameters = [c.tensors[position] for position in self.parameters]
         if not all([plain(t) and t.is_contiguous() for t in parameters]):
             return None
+        if not all([plain(c.tensors[position]) for position in self.by_taps]):
+            return None
         tensors = [find(c) for find in self.finds]
         self.tape.play(tensors, images)
         return tensors
@@ -59,6 +68,11 @@ class Recorded:
 
 def plain(t: Tensor) -> bool:
     return t.dtype is torch.float32 and t.is_cpu
+
+
+def light(weight: Tensor) -> bool:
+    """Of so few channels, as an image has, and so few taps that it stays in the cache."""
+    return weight.shape[1] <= 4 and weight.numel() <= 8192
 
 
 def channels_last(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from gradfilter.kernels.cpu import ACTS
 from gradfilter.kernels.eager import IDEMPOTENT
 from gradfilter.region import grid
 from gradfilter.region.conv import Conv, Placed
-from gradfilter.region.record import Recorded, channels_last, new, plain
+from gradfilter.region.record import Recorded, channels_last, light, new, plain
 from gradfilter.region.step import Step
 from gradfilter.region.steps import Add
 from gradfilter.region.tape import FREE, Map, Spot
@@ -89,15 +89,19 @@ class BackwardTape(Recorded):
         if place.factors:
             return True
         depthwise = 1 < place.op.groups == len(w) and w.shape[1] == 1 and step.residual is None
-        return isinstance(place.grid, grid.Galerkin) and (depthwise or _matched(place))
+        small = all(n.shape[1] <= grid.SMALL for n in getattr(place.grid, "taps", ()))
+        first = place.op.groups == 1 and not wants.gx and light(w) and small
+        return isinstance(place.grid, grid.Galerkin) and (depthwise or first or _matched(place))
 
     def _convolution(self, step: Conv, g: Map) -> None:
         c, place = self.c, self.c.places[step.out]
         weight, wants = c.parameter(step.module, "weight"), c.wiring.of[step.out]
-        w, (slope, act) = self.parameter(step.module, "weight"), self._slope(step, place)
+        slope, act = self._slope(step, place)
         scale, sums, dots = self._fold(step, wants)
         x = self._kept(step.inputs[0], "mean") if wants.gw else None
-        gw = self._made(step, "weight") if wants.gw else None
+        by_taps = not (place.factors or _matched(place) or place.op.groups > 1)
+        w = self.taps(step.module) if by_taps else self.parameter(step.module, "weight")
+        gw = self._made(step, "weight", by_taps) if wants.gw else None
         z = None
         if step.residual in c.needs:
             z = g if slope is None else Map(g.shape)
@@ -109,6 +113,9 @@ class BackwardTape(Recorded):
         elif _matched(place):
             s = self._sloped(step, place, g, slope, scale, sums, act, own)
             gx = self._matched(step, place, s, x, w, gw, dots, weight.shape[1], wants.gx)
+        elif by_taps:
+            s = self._sloped(step, place, g, slope, scale, sums, act, own)
+            gx = self._first(step, place, s, x, w, gw, dots)
         else:
             s = self._sloped(step, place, g, slope, scale, sums, act)
             gx = self._depthwise(step, place, s, x, w, gw, wants.gx)
@@ -149,6 +156,16 @@ class BackwardTape(Recorded):
             self._weigh(step, "gw", s, conv.diagonal, weighed)
             self._products((weighed, *nothing, x, w, None, gw, dots), 1.0, 1.0, 1.0)
         return gx
+
+    def _first(self, step: Conv, place: Placed, s: Map, x, w, gw, dots) -> None:
+        """A dense layer whose input wants no gradient: one product with what each tap sees of x."""
+        if gw is None:
+            return
+        (kh, p, q), (kw, r, t) = (n.shape for n in place.grid.taps)
+        seen = Map((kh * kw * x.shape[0], p, r))
+        taps = [self.constant(("taps", step.out, i), n) for i, n in enumerate(place.grid.taps)]
+        self.tape.call("windows", (x, *taps, seen), x.shape[0], p, r, q, t, kh, kw)
+        self._products((s, *(None,) * 4, seen, w, None, gw, dots), 1.0, 1.0, 1.0)
 
     def _weigh(self, step: Conv, name: str, x: Map, factors: Tensor | float, y: Map) -> None:
         """Every patch of x times its factor."""
@@ -209,11 +226,14 @@ class BackwardTape(Recorded):
             find, t = lambda c: channels_last(c.saved[value, name]), self.c.saved[value, name]
         return Map(tuple(t.shape[1:]), self.slot((name, value), find))
 
-    def _made(self, step: Conv, name: str) -> Spot:
+    def _made(self, step: Conv, name: str, by_taps: bool = False) -> Spot:
         """A parameter's gradient."""
         position = self.c.runner.position[id(step.module), name]
         shape = self.c.tensors[position].shape
-        slot = self.slot(("made", step.out, name), lambda c: torch.empty(shape))
+        order = torch.channels_last if by_taps else torch.contiguous_format
+        slot = self.slot(
+            ("made", step.out, name), lambda c: torch.empty(shape, memory_format=order)
+        )
         self.made.append((position, slot))
         return Spot(slot)
 

@@ -8,7 +8,7 @@ from gradfilter.kernels.cpu import ACTS
 from gradfilter.kernels.eager import IDEMPOTENT
 from gradfilter.region import grid
 from gradfilter.region.conv import Conv, Placed
-from gradfilter.region.record import Recorded, channels_last, new, plain
+from gradfilter.region.record import Recorded, channels_last, light, new, plain
 from gradfilter.region.step import Step
 from gradfilter.region.steps import Add
 from gradfilter.region.tape import Map, Spot
@@ -79,18 +79,22 @@ class ForwardTape(Recorded):
         place, channels = c.place(step, torch.empty((0, *x.shape))), len(weight)
         op = place.op
         depthwise = op.groups > 1 and op.groups == channels == x.shape[0] and residual is None
-        if not (depthwise or place.pointwise):
+        stem = op.groups == 1 and residual is None and light(weight) and not place.pointwise
+        if not (depthwise or place.pointwise or stem):
             return False
         y = self.values[step.out] = Map((channels, *place.size))
-        w, (scale, shift) = self.parameter(step.module, "weight"), self._affine(step)
+        scale, shift = self._affine(step)
         mean, slope = self._statistics(step, place, y)
         act = ACTS[step.act[0]], float(step.act[1])
-        if depthwise:
+        w = self.taps(step.module) if stem else self.parameter(step.module, "weight")
+        if depthwise or stem:
             top, _, left, _ = op.padding
             geometry = torch.tensor([*op.kernel, *op.stride, top, left, *op.dilation])
+            sizes = *x.shape[1:], *([x.shape[0]] if stem else []), channels
             self.tape.call(
-                "depthwise", (x, w, scale, shift, y, mean, slope, self.constant(op, geometry)),
-                *x.shape[1:], channels, *place.size, *place.side, *act,
+                "convolve" if stem else "depthwise",
+                (x, w, scale, shift, y, mean, slope, self.constant(op, geometry)),
+                *sizes, *place.size, *place.side, *act,
             )  # fmt: skip
         else:
             self.tape.call(

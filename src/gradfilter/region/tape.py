@@ -25,7 +25,7 @@ from gradfilter.kernels.cpu_library import library
 
 # The kernels of cpu_tape.c's enum, in its order.
 KERNELS = ["patch_mean", "pointwise", "depthwise", "add", "pointwise_backward", "slope_backward"]
-KERNELS += ["grid_backward", "row_dots", "weigh"]
+KERNELS += ["grid_backward", "row_dots", "weigh", "convolve", "windows"]
 CODES = {name: code for code, name in enumerate(KERNELS)}
 # Bytes of maps that a call on several images at once should read and write.
 AT_ONCE = 4 << 20

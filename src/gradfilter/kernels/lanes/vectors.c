@@ -41,6 +41,7 @@
 #define product_block OWN(product_block)
 #define product_row OWN(product_row)
 #define product_pixels OWN(product_pixels)
+#define window_row OWN(window_row)
 #define turn_items OWN(turn_items)
 #define panel_items OWN(panel_items)
 #define pointwise_items OWN(pointwise_items)
