@@ -12,6 +12,7 @@ import torch
 from exported import assert_close, optimizer_of
 from on_device import module
 from torch import nn
+from torchvision.models.mobilenetv2 import InvertedResidual
 
 import gradfilter as gf
 from gradfilter.export.folder import in_blocks
@@ -93,6 +94,34 @@ def test_an_activation_becomes_part_of_its_convolution(act, tmp_path):
     assert_same(*both(tmp_path, x, target))
 
 
+def residual() -> nn.Module:
+    """Blocks of MobileNetV2, with channels that fill no block; the last map is small."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU6()]
+    for inner, out, stride in ((16, 24, 2), (24, 24, 1), (24, 64, 2)):
+        layers.append(InvertedResidual(inner, out, stride, 4))
+    layers += [nn.Conv2d(64, 256, 1, bias=False), nn.BatchNorm2d(256), nn.ReLU()]
+    net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 4))
+    for norm in (m for m in net.modules() if isinstance(m, nn.BatchNorm2d)):
+        nn.init.uniform_(norm.weight, 0.5, 1.5)
+        nn.init.normal_(norm.bias)
+    return net
+
+
+@x86
+@pytest.mark.parametrize("batch", [None, 1])
+@pytest.mark.parametrize("what", [gf.GalerkinFilter(grid=7), gf.GalerkinFilter(patch=2)])
+def test_a_network_stays_in_blocks(what, batch, tmp_path):
+    """Maps that are wider than their channels, sums inside convolutions, counts of bytes."""
+    x, target = written(residual(), tmp_path, what, 56, batch)
+    x, target = x[:batch], target[:batch]
+    assert_same(*both(tmp_path, x, target))
+    convolutions = nodes(tmp_path / in_blocks("predict.onnx"), "Conv")
+    assert len(convolutions) == 10  # all but the last, whose map is smaller than its weight
+    assert sum(len(n.input) == 4 for n in convolutions) == 1
+    assert len(nodes(tmp_path / in_blocks("predict.onnx"), "ReorderOutput")) == 1
+
+
 @pytest.mark.parametrize("batch", [None, 3])
 def test_all_three_convolutions_of_a_layer_are_in_blocks(batch, tmp_path):
     """With a free number of images the weight's is done for one after the other."""
@@ -154,15 +183,16 @@ def test_the_runner_takes_blocks_where_they_give_the_same(folder, monkeypatch):
 
 
 @x86
-@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("broken", ["unknown", "first", "depthwise"])
 def test_the_runner_does_without_where_they_fail(folder, broken, monkeypatch, tmp_path):
     other = shutil.copytree(folder, tmp_path / "other")
     model = onnx.load(other / "probe.onnx")
-    if broken:
+    if broken == "unknown":
         [first, *_] = [n for n in model.graph.node if n.op_type == "ReorderInput"]
         first.op_type = "NobodyKnows"
     else:
-        [conv] = [n for n in model.graph.node if n.op_type == "Conv" and n.domain == ""]
+        convolutions = [n for n in model.graph.node if n.op_type == "Conv" and n.domain == ""]
+        conv = convolutions[("first", "depthwise").index(broken)]
         conv.attribute.remove(next(a for a in conv.attribute if a.name == "pads"))
         conv.attribute.append(onnx.helper.make_attribute("pads", [0, 0, 2, 2]))
     (other / "probe.onnx").write_bytes(model.SerializeToString())

@@ -1,10 +1,12 @@
-"""Depthwise convolutions in the layout of ONNX Runtime's own kernels.
+"""Convolutions in the layout of ONNX Runtime's own kernels, and what stays in it between them.
 
 There a map lies in memory in blocks of 8 or 16 channels, as the processor has it. The runtime puts
-layers with constant weights into that layout by itself; those whose weights change it does channel
-by channel, several times slower. Its operators for the layout can be named in a graph, and the one
-that reorders a map reorders the taps of a depthwise layer too, so a graph need not know how large
-a block is. Not every processor has such kernels: a blocked graph stands beside the plain one.
+layers with constant weights into that layout by itself; of those whose weights change it does the
+depthwise ones channel by channel, several times slower. Its operators for the layout can be named
+in a graph, and the one that reorders a map reorders taps too, so a graph need not know how large a
+block is. Not every processor has such kernels: a blocked graph stands beside the plain one.
+
+`Graph.in_blocks` has the maps that are there in blocks; what reads only those stays in them.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ def fits(graph: Graph, w: Operand, groups: int) -> bool:
 
 
 def fits_dense(graph: Graph, x: Operand, w: Operand, pads, groups, shape) -> bool:
-    """Whether a layer without groups is better done in blocks.
+    """Whether a layer without groups is better done in blocks: a 1x1 one, or a network's first.
 
     That takes a new order of its weight at every step, so its maps must be larger than that.
     """
@@ -39,10 +41,11 @@ def fits_dense(graph: Graph, x: Operand, w: Operand, pads, groups, shape) -> boo
     known = all(isinstance(s, int) for s in (*w.shape, *shape[1:]))
     if not (graph.blocked and changes and groups == 1 and known):
         return False
-    pixels = shape[2] * shape[3]
-    small = math.prod(w.shape) <= (w.shape[0] + w.shape[1]) * pixels
-    first = w.shape[1] < NARROW and w.shape[0] % CHANNELS == 0
-    return small and (first or holds(graph, x) and tuple(w.shape[2:]) == (1, 1) and not any(pads))
+    if math.prod(w.shape) > (w.shape[0] + w.shape[1]) * shape[2] * shape[3]:
+        return False
+    if holds(graph, x):
+        return tuple(w.shape[2:]) == (1, 1) and not any(pads)
+    return w.shape[1] < NARROW and w.shape[0] % CHANNELS == 0
 
 
 def holds(graph: Graph, x: Operand) -> bool:
@@ -211,15 +214,3 @@ def _join(graph: Graph, conv: Node, after: Node, known: set[str]) -> bool:
 def _activation(graph: Graph, node: Node) -> dict:
     ends = [float(graph.constants[name]) for name in node.inputs[1:]]
     return {"activation": node.kind} | ({"activation_params": ends} if ends else {})
-
-
-def probe() -> Graph:
-    """A convolution done both ways, by which a device finds out whether it has the layout."""
-    graph = Graph(blocked=True)
-    shape, kernel = (1, 2 * CHANNELS, 6, 6), (2 * CHANNELS, 1, 3, 3)
-    x, w = (graph.input(n, s, torch.float32) for n, s in (("x", shape), ("w", kernel)))
-    how = dict(kernel_shape=[3, 3], pads=[1] * 4, strides=[1, 1], dilations=[1, 1])
-    how |= {"group": shape[1]}
-    graph.output("plain", graph.op("Conv", x, w, like=x, **how))
-    graph.output("blocked", depthwise(graph, x, w, None, shape, **how))
-    return graph

@@ -23,6 +23,7 @@ from gradfilter.export.inplace import in_place, wait_for_readers
 from gradfilter.export.lower import Lowering
 from gradfilter.export.onebyone import one_by_one
 from gradfilter.export.optimizers import understood
+from gradfilter.export.probe import probe
 from gradfilter.export.products import accumulate, by_outputs
 from gradfilter.export.step import TrainingStep, enlarged, scores_of
 from gradfilter.export.trace import traced
@@ -61,7 +62,7 @@ class Export:
         for name, found in ((TRAIN, step), (PREDICT, prediction)):
             graph = self._lowered(found, blocks=True)
             if blocked.used(graph):
-                self.graphs |= {in_blocks(name): graph, PROBE: blocked.probe()}
+                self.graphs |= {in_blocks(name): graph, PROBE: probe()}
 
     def _step(self) -> _Traced:
         names = tuple(self.parameters), tuple(self.state)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gradfilter.export import blocked, convolutions, galerkin, gradientfilter
 from gradfilter.export.arithmetic import add, cast, clamp, compare, joined, relu
-from gradfilter.export.graph import Operand
+from gradfilter.export.graph import Operand, Value
 from gradfilter.export.trace import Result, traced
 from gradfilter.kernels.eager import ACTIVATIONS, IDEMPOTENT
 from gradfilter.patches import divide_up, patch_area
@@ -30,7 +30,7 @@ def mean(c, x: Operand, side) -> Operand:
     if side == [1, 1]:
         return x
     count = tuple(divide_up(s, r) for s, r in zip(size, side, strict=True))
-    if blocked.holds(c.graph, x) and not any(s % r for s, r in zip(size, side, strict=True)):
+    if _in_blocks(c, x, side):
         return blocked.patch_mean(c.graph, c.graph.in_blocks[x.name], side, x.shape[1])
     if size[0] % side[0] == 0 and count[1] <= FEW:
         return _by_product(c, x, side, count)
@@ -64,10 +64,10 @@ def epilogue(c, call, y, scale, shift, act, parameter, side, residual, stats):
     a = activated(c, z, act, parameter)
     read = call.read
     means = mean(c, a, side) if stats and 1 in read else None
-    slopes = None
+    slope = None
     if stats and 2 in read and act != "none":
-        slopes = _slopes(c, a if act in IDEMPOTENT else z, act, parameter, side)
-    return a, means, slopes
+        slope = slopes(c, a if act in IDEMPOTENT else z, act, parameter, side)
+    return a, means, slope
 
 
 def _folded(c, call, y, scale, shift, whole: bool) -> Operand:
@@ -117,32 +117,41 @@ def activated(c, z: Operand, act: str, parameter: float) -> Operand:
     return inlined(c, ACTIVATIONS[act].f, z, parameter)
 
 
-def _slopes(c, x: Operand, act: str, parameter: float, side) -> Operand:
-    """Patch means of f' at x; of an idempotent activation x may be f's own output."""
+def slopes(c, x: Operand, act: str, parameter: float, side) -> Operand:
+    """Patch means of f' at x; of an idempotent activation x must be f's own output."""
     if act not in IDEMPOTENT:
         return mean(c, inlined(c, ACTIVATIONS[act].slope, x, parameter), side)
     size = tuple(x.shape[2:])
     side = [min(r, s) for r, s in zip(side, size, strict=True)]
     count = [divide_up(s, r) for s, r in zip(size, side, strict=True)]
+    if _in_blocks(c, x, side):
+        return _slopes_in_blocks(c, x, act, side, count)
     if size[0] % side[0] or count[1] > FEW or side == [1, 1]:
         return mean(c, cast(c, _inside(c, x, act), x.dtype), side)
-    # counted in bytes: a quarter of the memory that the slopes would take as numbers
-    of = _columns(size[1], side, count)
-    ones, pixels = of.to(torch.uint8).repeat(side[0], 1), of.sum(0) * side[0]
-    if blocked.holds(c.graph, x) and not size[1] % side[1]:
-        inside = _inside(c, c.graph.in_blocks[x.name], act)
-        if side[0] * size[1] < ROW:
-            return blocked.patch_mean(c.graph, cast(c, inside, x.dtype), side, x.shape[1])
-        inside = cast(c, inside, torch.uint8)
-        found = blocked.patch_counts(c.graph, inside, ones.T.contiguous(), count)
-        found = joined(c, "Div", cast(c, found, x.dtype), pixels[0].to(x.dtype))
-        return blocked.back(c.graph, found, x.shape[1])
     inside = cast(c, _inside(c, _in_patches(c, x, side, count), act), torch.uint8)
-    shape = (*x.shape[:2], *count)
+    of, shape = _columns(size[1], side, count), (*x.shape[:2], *count)
+    ones = of.to(torch.uint8).repeat(side[0], 1)
     found = c.graph.op("MatMulInteger", inside, ones, shape=shape, dtype=torch.int32)
+    pixels = of.sum(0) * side[0]
     if (pixels == pixels[0]).all():  # one number for all is divided by several times faster
         pixels = pixels[0]
     return joined(c, "Div", cast(c, found, x.dtype), pixels.to(x.dtype))
+
+
+def _in_blocks(c, x: Operand, side) -> bool:
+    """Whether statistics are taken of a map in blocks: where it is, and all patches are whole."""
+    whole = not any(s % r for s, r in zip(x.shape[2:], side, strict=True))
+    return blocked.holds(c.graph, x) and whole and tuple(side) != (1, 1)
+
+
+def _slopes_in_blocks(c, x: Value, act: str, side, count) -> Operand:
+    inside, width = _inside(c, c.graph.in_blocks[x.name], act), x.shape[3]
+    if side[0] * width < ROW or count[1] > FEW:
+        return blocked.patch_mean(c.graph, cast(c, inside, x.dtype), side, x.shape[1])
+    ones = _columns(width, side, count).T.to(torch.uint8).repeat(1, side[0])
+    found = blocked.patch_counts(c.graph, cast(c, inside, torch.uint8), ones, count)
+    pixels = torch.tensor(side[0] * side[1], dtype=x.dtype)
+    return blocked.back(c.graph, joined(c, "Div", cast(c, found, x.dtype), pixels), x.shape[1])
 
 
 def _inside(c, x: Operand, act: str) -> Operand:
