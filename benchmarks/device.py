@@ -40,12 +40,16 @@ def main() -> None:
     found = json.loads(path.read_text())["rows"] if path.exists() else {}
     for case in cases:
         found[", ".join(map(str, case))] = measured(*case, args.repeats, args.steps, args.size)
-        import measure  # loads torch, which the measured processes must not
-
-        about = measure.about("benchmarks/device.py", sys.argv[1:])
-        about["versions"]["onnxruntime"] = metadata.version("onnxruntime")
-        measure.write(path, {"about": about, "rows": found})
+        write(path, __file__, found)
     print(table(found))
+
+
+def write(path: Path, script: str, rows: dict) -> None:
+    import measure  # loads torch, which the measured processes must not
+
+    about = measure.about(script, sys.argv[1:])
+    about["versions"]["onnxruntime"] = metadata.version("onnxruntime")
+    measure.write(path, {"about": about, "rows": rows})
 
 
 def arguments() -> argparse.Namespace:
@@ -94,13 +98,13 @@ def summary(turns: list[dict]) -> dict:
     }
 
 
-def child(*arguments: str) -> dict:
+def child(*arguments: str, script: str = __file__) -> dict:
     """The answer of a process of its own."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(RUNNER), os.environ.get("PYTHONPATH", "")]),
     }
-    command = [sys.executable, __file__, "--child", *arguments]
+    command = [sys.executable, script, "--child", *arguments]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.strip().splitlines()[-1])
 
