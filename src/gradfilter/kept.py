@@ -14,14 +14,17 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from gradfilter.order import call
 from gradfilter.region.conv import Conv
+from gradfilter.region.kept import Key
 from gradfilter.region.run import Runner
 from gradfilter.trial import tensors
 
 LAYERS = ("conv", "linear")
 # what a step of the engine saves under these names; the rest is "other"
+# ("mean" is its readers')
 STEP_KINDS = {"slope": "activation", "route": "pool", "normal": "norm", "rstd": "norm"}
 
-Place = tuple[str, str]  # module, kind
+Place = tuple[str | None, str]  # module, kind
+Part = int | tuple[int, Key]  # a storage, or one map of a block
 
 
 @dataclass(frozen=True)
@@ -92,9 +95,10 @@ class _Watch:
         self.own = {_storage(t) for t in (*model.parameters(), *model.buffers())}
         self.inside: list[str] = []
         self.latest = ""  # the layer called last
-        self.when: dict[int, str] = {}
-        self.claims: dict[int, list[Place]] = {}
+        self.when: dict[Part, str] = {}
+        self.claims: dict[Part, list[Place]] = {}
         self.held: dict[int, Tensor] = {}  # alive, so that no storage takes the place of another
+        self.bytes: dict[Part, int] = {}
         self.engine: set[str] = set()
         self.shared: dict[str, str] = {}
 
@@ -130,6 +134,7 @@ class _Watch:
         key = _storage(t)
         if key not in self.own:
             self.held.setdefault(key, t)
+            self.bytes.setdefault(key, t.untyped_storage().nbytes())
             self.when.setdefault(key, self.latest)
             self.claims.setdefault(key, []).append(place)
 
@@ -144,40 +149,60 @@ class _Watch:
 
     def _region(self, node) -> None:
         region, kept = node.runner.region, iter(node.saved_tensors)
-        steps = {s.out: s for s in region.steps}
-        for out, name in node.saved_keys:
-            self._place(next(kept), self._owner(steps[out]), STEP_KINDS.get(name, "other"))
-        for value in node.mean_keys:
-            readers = [
-                self.names[s.module]
-                for s in region.steps
-                if isinstance(s, Conv) and s.inputs[0] == value
-                if s.out in node.wiring.of and node.wiring.of[s.out].gw
-            ]
-            readers.sort(key=self.order.get)
-            self.shared |= dict.fromkeys(readers[1:], readers[0] if readers else "")
-            t = next(kept)
-            self._place(t, readers[0] if readers else None, "conv" if readers else "other")
+        for key in node.saved_keys:
+            self._place(_storage(next(kept)), *self._of(key, node))
+        for block in node.blocks:
+            whole = _storage(next(kept))
+            for key, part in self._divided(whole, block.shares()):
+                self._place(part, *self._of(key, node))
         for _ in range(node.folded):
-            self._place(next(kept), None, "norm")
+            self._place(_storage(next(kept)), None, "norm")
         self.engine |= {self.names[s.module] for s in region.steps if isinstance(s, Conv)}
+
+    def _of(self, key: Key, node) -> Place:
+        """The module, if there is one, and the kind of what a step keeps."""
+        value, name = key
+        steps = node.runner.region.steps
+        if name != "mean":
+            owner = next(self._owner(s) for s in steps if s.out == value)
+            return owner, STEP_KINDS.get(name, "other")
+        readers = [
+            self.names[s.module]
+            for s in steps
+            if isinstance(s, Conv) and s.inputs[0] == value
+            if s.out in node.wiring.of and node.wiring.of[s.out].gw
+        ]
+        readers.sort(key=self.order.get)
+        self.shared |= dict.fromkeys(readers[1:], readers[0] if readers else "")
+        return (readers[0], "conv") if readers else (None, "other")
+
+    def _divided(self, whole: int, shares: dict[Key, float]) -> Iterator[tuple[Key, Part]]:
+        """A storage as parts that are claimed by themselves."""
+        if whole not in self.claims:
+            return
+        places, when, size = self.claims.pop(whole), self.when.pop(whole), self.bytes.pop(whole)
+        for key, share in shares.items():
+            part = whole, key
+            self.claims[part], self.when[part] = list(places), when
+            self.bytes[part] = round(size * share)
+            yield key, part
 
     def _owner(self, step) -> str | None:
         module = getattr(step, "module", None) or getattr(step, "norm", None)
         return self.names.get(module)
 
-    def _place(self, t: Tensor, name: str | None, kind: str) -> None:
+    def _place(self, part: Part, name: str | None, kind: str) -> None:
         """What was charged to the module that the engine runs gets its real place."""
-        if _storage(t) in self.claims:
-            was, *others = self.claims[_storage(t)]
-            self.claims[_storage(t)] = [(was[0] if name is None else name, kind), *others]
+        if part in self.claims:
+            was, *others = self.claims[part]
+            self.claims[part] = [(was[0] if name is None else name, kind), *others]
 
     def found(self) -> Found:
         after: dict[Place, dict[str, int]] = {}
         for key, places in self.claims.items():
             place = next((p for p in places if p[1] in LAYERS), places[0])
             own, layer = after.setdefault(place, {}), self.when[key]
-            own[layer] = own.get(layer, 0) + self.held[key].untyped_storage().nbytes()
+            own[layer] = own.get(layer, 0) + self.bytes[key]
         rows = [Kept(*place, sum(own.values())) for place, own in after.items()]
         rows.sort(key=lambda r: (self.order[r.name], r.kind not in LAYERS))
         return Found(rows, self.engine, self.shared, after)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from operator import attrgetter, is_
 
 import torch
 from torch import Tensor, fx, nn
@@ -17,6 +18,7 @@ from gradfilter.region.run import Runner
 from gradfilter.region.trace import hooked, hooks_of, trace
 
 TRACING = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
+_training = attrgetter("training")
 _traced: ContextVar[bool] = ContextVar("traced", default=False)
 
 
@@ -127,7 +129,10 @@ class Engine:
         self.fused = fused
         self.programs: dict[tuple, Program | str] = {}
         self.modules: list[nn.Module] = []
-        self.places: list[tuple[dict, str, nn.Module | None]] = []  # where each module stands
+        # where each module stands: its owner's table, its name there, and it
+        self.tables: list[dict] = []
+        self.names: list[str] = []
+        self.placed: list[nn.Module | None] = []
         self.hooks: list[dict] = []
 
     def __deepcopy__(self, memo):
@@ -140,14 +145,18 @@ class Engine:
         """Start afresh from the modules that the model has now."""
         self.programs.clear()
         self.modules = list(root.modules())
-        self.places = [(m._modules, *item) for m in self.modules for item in m._modules.items()]
+        self.tables = [m._modules for m in self.modules for _ in m._modules]
+        self.names = [name for m in self.modules for name in m._modules]
+        self.placed = [child for m in self.modules for child in m._modules.values()]
         self.hooks = [hooks for m in self.modules for hooks in hooks_of(m)]
 
     def program(self, root: nn.Module, args: tuple) -> Program | str:
         """The program for the modules' present modes and hooks, or why there is none."""
-        if not self.modules or any(own.get(name) is not m for own, name, m in self.places):
+        # by map, without a line of Python for every module: this is done at every step
+        there = map(dict.get, self.tables, self.names)
+        if not self.modules or not all(map(is_, there, self.placed)):
             self._look_at(root)
-        state = len(args), *[m.training for m in self.modules]
+        state = len(args), *map(_training, self.modules)
         if any(self.hooks):
             state += tuple(map(hooked, self.modules))
         sizes = tuple(tuple(a.shape[2:]) for a in args)

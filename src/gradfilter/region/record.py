@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from gradfilter.region.kept import Block
 from gradfilter.region.tape import Shape, Spot, Tape
 
 SHORTEST = 2  # steps that are worth a tape
@@ -28,13 +29,17 @@ class Recorded:
         self.finds: list[Find] = []
         self.parameters: list[int] = []  # the positions of those it reads
         self.by_taps: list[int] = []  # and of those it reads in channels-last order
+        self.blocks: set[Block] = set()  # of kept maps, that must be there
         self.steps = 0
 
-    def slot(self, name: object, find: Find) -> int:
+    def slot(self, name: object, find: Find, several: bool = False) -> int:
         if name not in self.slots:
-            self.slots[name] = self.tape.slot()
+            self.slots[name] = self.tape.slot(several)
             self.finds.append(find)
         return self.slots[name]
+
+    def block(self, block: Block) -> int:
+        return self.slot(block, lambda c: c.saved.blocks[block], several=True)
 
     def parameter(self, module: nn.Module, name: str) -> Spot:
         position = self.c.runner.position[id(module), name]
@@ -54,15 +59,20 @@ class Recorded:
         self.tape.finish(in_turns)
         del self.c
 
-    def run(self, c, images: int) -> list[Tensor] | None:
-        """Play the tape; the tensors of the slots, or None where the kernels cannot read them."""
+    def readable(self, c) -> bool:
+        """Whether the kernels can read the parameters, and what was kept lies where it did."""
         parameters = [c.tensors[position] for position in self.parameters]
-        if not all([plain(t) and t.is_contiguous() for t in parameters]):
-            return None
-        if not all([plain(c.tensors[position]) for position in self.by_taps]):
-            return None
+        by_taps = [c.tensors[position] for position in self.by_taps]
+        return (
+            all([plain(t) and t.is_contiguous() for t in parameters])
+            and all([plain(t) for t in by_taps])
+            and self.blocks <= c.saved.blocks.keys()
+        )
+
+    def run(self, c) -> list[Tensor]:
+        """Play the tape; the tensors of the slots."""
         tensors = [find(c) for find in self.finds]
-        self.tape.play(tensors, images)
+        self.tape.play(tensors, c.images)
         return tensors
 
 

@@ -35,9 +35,9 @@ class BackwardTape(Recorded):
 
     def play(self, c) -> bool:
         """Do the steps; False where the kernels cannot."""
-        tensors = self.run(c, c.images)
-        if tensors is None:
+        if not self.readable(c):
             return False
+        tensors = self.run(c)
         for v in self.read:
             del c.grads[v]
         for v, g in self.grads.items():
@@ -220,20 +220,22 @@ class BackwardTape(Recorded):
 
     def _kept(self, value: int, name: str) -> Map:
         """What the forward pass kept."""
-        if name == "mean":
-            find, t = lambda c: channels_last(c.means[value]), self.c.means[value]
-        else:
-            find, t = lambda c: channels_last(c.saved[value, name]), self.c.saved[value, name]
-        return Map(tuple(t.shape[1:]), self.slot((name, value), find))
+        key = value, name
+        block = self.c.saved.block_of(key)
+        if block is None:
+            slot = self.slot(key, lambda c: channels_last(c.saved[key]))
+            return Map(tuple(self.c.saved[key].shape[1:]), slot)
+        self.blocks.add(block)
+        offset, shape = block.places[key]
+        return Map(shape, self.block(block), offset)
 
     def _made(self, step: Conv, name: str, by_taps: bool = False) -> Spot:
         """A parameter's gradient."""
         position = self.c.runner.position[id(step.module), name]
         shape = self.c.tensors[position].shape
         order = torch.channels_last if by_taps else torch.contiguous_format
-        slot = self.slot(
-            ("made", step.out, name), lambda c: torch.empty(shape, memory_format=order)
-        )
+        strides = torch.empty(shape, memory_format=order).stride()
+        slot = self.slot(("made", step.out, name), lambda c: torch.empty_strided(shape, strides))
         self.made.append((position, slot))
         return Spot(slot)
 

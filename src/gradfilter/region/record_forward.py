@@ -8,6 +8,7 @@ from gradfilter.kernels.cpu import ACTS
 from gradfilter.kernels.eager import IDEMPOTENT
 from gradfilter.region import grid
 from gradfilter.region.conv import Conv, Placed
+from gradfilter.region.kept import Key, blocks_of
 from gradfilter.region.record import Recorded, channels_last, light, new, plain
 from gradfilter.region.step import Step
 from gradfilter.region.steps import Add
@@ -20,8 +21,7 @@ class ForwardTape(Recorded):
     def __init__(self, c, start: int):
         super().__init__(c)
         self.values: dict[int, Map] = {}
-        self.means: dict[int, Map] = {}
-        self.slopes: dict[tuple, Map] = {}
+        self.kept: dict[Key, Map] = {}
         steps, last = c.runner.region.steps, c.runner.last_use
         self.end = start
         while self.end < len(steps) and self._take(steps[self.end]):
@@ -34,21 +34,19 @@ class ForwardTape(Recorded):
         self.spent = [v for v in self.values if v not in written | lasting]
         for v, y in self.outputs.items():
             y.slot = self.slot(("value", v), lambda c, v=v: c.dense[v])
-        for v, mean in self.means.items():
-            mean.slot = self.slot(("mean", v), lambda c, v=v: c.means[v])
-        for key, slope in self.slopes.items():
-            slope.slot = self.slot(key, lambda c, key=key: c.saved[key])
+        self.makes = blocks_of(self.kept)
+        for block in self.makes:
+            for key in block.places:
+                self.kept[key].slot = self.block(block)
         self.finish(in_turns=True)
 
     def play(self, c) -> bool:
         """Do the steps; False where the kernels cannot."""
-        images = c.images
-        for own, maps in (
-            (c.dense, self.outputs), (c.means, self.means), (c.saved, self.slopes)
-        ):  # fmt: skip
-            own.update((key, new(images, m.shape)) for key, m in maps.items())
-        if self.run(c, images) is None:
+        if not self.readable(c):
             return False
+        c.dense.update((v, new(c.images, y.shape)) for v, y in self.outputs.items())
+        c.saved.blocks.update((block, block.new(c.images)) for block in self.makes)
+        self.run(c)
         for v in self.spent:
             c.dense.pop(v, None)
         return True
@@ -101,7 +99,7 @@ class ForwardTape(Recorded):
                 "pointwise", (x, w, residual, scale, shift, y, mean, slope),
                 *x.shape[1:], x.shape[0], channels, *place.side, *act,
             )  # fmt: skip
-        if step.out in c.wanted and step.out not in self.means:
+        if step.out in c.wanted and (step.out, "mean") not in self.kept:
             self._mean(step.out, y, place.side)
         return True
 
@@ -125,9 +123,9 @@ class ForwardTape(Recorded):
         told = keeps_mean and place.side == (1, 1) and act in IDEMPOTENT
         keeps_slope = step.out in c.needs and slope is not None and not told
         if keeps_mean:
-            self.means[step.out] = mean
+            self.kept[step.out, "mean"] = mean
         if keeps_slope:
-            self.slopes[step.out, "slope"] = slope
+            self.kept[step.out, "slope"] = slope
         return (mean, slope) if keeps_mean or keeps_slope else (None, None)
 
     def _sum(self, step: Add, a: Map, b: Map) -> bool:
@@ -140,8 +138,8 @@ class ForwardTape(Recorded):
         return True
 
     def _mean(self, value: int, x: Map, side: tuple[int, int]) -> None:
-        self.means[value] = _patches(x, side)
-        self.tape.call("patch_mean", (x, self.means[value]), *x.shape[1:], x.shape[0], *side)
+        mean = self.kept[value, "mean"] = _patches(x, side)
+        self.tape.call("patch_mean", (x, mean), *x.shape[1:], x.shape[0], *side)
 
 
 def _patches(x: Map, side: tuple[int, int]) -> Map:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from gradfilter.patches import upsample
 from gradfilter.region import grid
 from gradfilter.region.conv import Conv, Placed
 from gradfilter.region.fold import Folded, FoldedGradients, Folding
+from gradfilter.region.kept import Kept
 from gradfilter.region.lower import Region
 from gradfilter.region.record import SHORTEST
 from gradfilter.region.record_backward import BackwardTape
@@ -126,8 +128,7 @@ class Forward(_State):
     def __init__(self, runner: Runner, inputs, tensors, wiring: Wiring):
         super().__init__(runner, tensors, wiring)
         self.dense: dict[int, Tensor] = dict(zip(runner.region.inputs, inputs, strict=True))
-        self.means: dict[int, Tensor] = {}
-        self.saved: dict[tuple, Tensor] = {}
+        self.saved = Kept({}, {})
         self.notes: dict[object, object] = {}
         self.images = len(inputs[0])
         self.folded = Folded(runner.folding, tensors) if runner.folding else None
@@ -139,7 +140,7 @@ class Forward(_State):
         for v in region.inputs:
             if v in self.wanted:
                 x = self.dense[v]
-                self.means[v] = kernels.patch_mean(x, grid.side(self.method, tuple(x.shape[-2:])))
+                self.saved[v, "mean"] = self._mean(x)
         while self.here < len(region.steps):
             tape = self._tape()
             if tape is not None and tape.play(self):
@@ -168,9 +169,10 @@ class Forward(_State):
         """The map of a value; its patch mean too where the backward pass wants it."""
         self.dense[value] = x
         if value in self.wanted:
-            if mean is None:
-                mean = kernels.patch_mean(x, grid.side(self.method, tuple(x.shape[-2:])))
-            self.means[value] = mean
+            self.saved[value, "mean"] = self._mean(x) if mean is None else mean
+
+    def _mean(self, x: Tensor) -> Tensor:
+        return kernels.patch_mean(x, grid.side(self.method, tuple(x.shape[-2:])))
 
     def affine(self, step: Step, conv: nn.Module | None) -> tuple[Tensor | None, Tensor | None]:
         """Scale and shift that follow a convolution: its bias and its frozen batch norm."""
@@ -179,7 +181,7 @@ class Forward(_State):
         return self.folded.affine(step)
 
     def current_mean(self, value: int) -> Tensor | None:
-        return self.means.get(value)
+        return self.saved.get((value, "mean"))
 
     def consume(self, step: Step, value: int) -> Tensor:
         """A map that the step may overwrite."""
@@ -207,12 +209,12 @@ class Forward(_State):
 class Backward(_State):
     """The backward pass: every gradient is a map of patch means."""
 
-    def __init__(self, ctx, tensors, saved, means, folded):
+    def __init__(self, ctx, tensors, saved: Kept, folded):
         super().__init__(ctx.runner, tensors, ctx.wiring)
         self.places, self.tapes, self.notes = ctx.places, ctx.tapes, ctx.notes
         self.images = ctx.x_shapes[0][0]
         self.folded = FoldedGradients(ctx.wiring.folding, folded) if folded else None
-        self.saved, self.means = saved, means
+        self.saved = saved
         self.grads: dict[int, Tensor] = {}
         self.parameter_grads: list[Tensor | None] = [None] * len(tensors)
 
@@ -262,7 +264,7 @@ class Backward(_State):
         return self.saved.get((step.out, name))
 
     def mean(self, value: int) -> Tensor:
-        return self.means[value]
+        return self.saved[value, "mean"]
 
     def noted(self, step: Step, name: str):
         return self.notes[step.out, name]
@@ -279,9 +281,11 @@ class _RegionFunction(torch.autograd.Function):
         ctx.runner, ctx.wiring, ctx.notes = runner, wiring, f.notes
         ctx.places, ctx.tapes = f.places, f.tapes
         ctx.set_materialize_grads(False)  # what no gradient reaches gets none, not zeros
-        ctx.saved_keys, ctx.mean_keys, ctx.folded = list(f.saved), list(f.means), len(folded)
+        ctx.saved_keys, ctx.blocks = list(f.saved.tensors), list(f.saved.blocks)
+        ctx.folded = len(folded)
         ctx.x_shapes = [tuple(x.shape) for x in inputs]
-        ctx.save_for_backward(*f.saved.values(), *f.means.values(), *folded, *parameters)
+        kept = *f.saved.tensors.values(), *f.saved.blocks.values()
+        ctx.save_for_backward(*kept, *folded, *parameters)
         ctx.mark_non_differentiable(
             *(t for v, t in zip(runner.region.outputs, outputs, strict=True) if v not in f.needs)
         )
@@ -292,10 +296,10 @@ class _RegionFunction(torch.autograd.Function):
     def backward(ctx, *grads):
         region, needs = ctx.runner.region, ctx.wiring.needs
         tensors = iter(ctx.saved_tensors)
-        saved = {key: next(tensors) for key in ctx.saved_keys}
-        means = {key: next(tensors) for key in ctx.mean_keys}
-        folded = [next(tensors) for _ in range(ctx.folded)]
-        b = Backward(ctx, list(tensors), saved, means, folded)
+        saved = dict(zip(ctx.saved_keys, tensors, strict=False))
+        blocks = dict(zip(ctx.blocks, tensors, strict=False))
+        folded = list(islice(tensors, ctx.folded))
+        b = Backward(ctx, list(tensors), Kept(saved, blocks), folded)
         for v, g in zip(region.outputs, grads, strict=True):
             if g is not None and v in needs:
                 g = g.contiguous(memory_format=torch.channels_last)

@@ -49,10 +49,14 @@ NOWHERE = Spot(-1)
 
 @dataclass(eq=False)
 class Map:
-    """A map that a tape writes or is given; `slot` is set where it lies outside the arenas."""
+    """A map that a tape writes or is given; `slot` is set where it lies outside the arenas.
+
+    Where its slot holds several maps, it has those before it `offset` floats of every image.
+    """
 
     shape: Shape
     slot: int | None = None
+    offset: int = 0
     spot: Spot = NOWHERE
 
     @property
@@ -87,14 +91,14 @@ class Tape:
     """Calls, first listed and then, by `finish`, put into words."""
 
     calls: list[Call] = field(default_factory=list)
-    slots: int = FREE
+    slots: list[bool] = field(default_factory=lambda: [False] * FREE)  # whether of several maps
     groups: list[Group] = field(default_factory=list)
     whole: int = 0  # floats an image of the arena that all images of a batch have a place in
 
-    def slot(self) -> int:
-        """A slot for something outside; `play` is told where it is."""
-        self.slots += 1
-        return self.slots - 1
+    def slot(self, several: bool = False) -> int:
+        """A slot for something outside, or several maps; `play` is told where it is."""
+        self.slots.append(several)
+        return len(self.slots) - 1
 
     def call(self, kernel: str, places: Sequence[Map | Spot | None], *numbers: int | float) -> None:
         self.calls.append(Call(kernel, places, numbers))
@@ -112,7 +116,7 @@ class Tape:
         crossing, within = {}, [{} for _ in self.groups]
         for m, (first, last) in lives.items():
             if m.slot is not None:
-                m.spot = Spot(m.slot, 0, m.size)
+                m.spot = Spot(m.slot, m.offset, m.size)
             elif group_of[first] == group_of[last]:
                 within[group_of[first]][m] = first, last
             else:  # a group is done with a map only when all its images are
@@ -126,8 +130,9 @@ class Tape:
         """Make the calls; `outside` has a tensor for every slot of its own."""
         arena = torch.empty(self.whole * images)
         addresses = [0, arena.data_ptr(), *[t.data_ptr() for t in outside]]
-        bases = (ctypes.c_void_p * self.slots)(*addresses)
-        scales = (ctypes.c_int64 * self.slots)(0, images, *[1] * len(outside))
+        bases = (ctypes.c_void_p * len(self.slots))(*addresses)
+        scales = (ctypes.c_int64 * len(self.slots))(*[images if s else 1 for s in self.slots])
+        scales[WHOLE] = images
         for group in self.groups:
             at_once = min(group.at_once, images)
             local = torch.empty(group.local * at_once)

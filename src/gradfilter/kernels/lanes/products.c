@@ -97,11 +97,14 @@ static void turn(const float *b, idx n, idx K, float *panel) {
         for (idx k = 0; k < K; k++) panel[k * PANEL + i] = b[i * K + k];
 }
 
+#define EARLY 8 /* rows that are asked for before they are read */
+
 /* `deep` rows of b from its row k0 on and n of its columns, panel by panel; read in order, for rows
  * may lie a page apart. [K][N] -> [panels][deep][PANEL] */
 static void pack_b(const struct product_job *j, idx k0, idx deep, idx column, idx n, float *to) {
     for (idx k = 0; k < deep; k++) {
         const float *row = j->b + (k0 + k) * j->N + column;
+        for (idx c = 0; k + EARLY < deep && c < n; c += 16) __builtin_prefetch(row + EARLY * j->N + c);
 #define BODY(n) store(to + (c / PANEL * deep + k) * PANEL + c % PANEL, load(row + c, n), n)
         FOR_LANES(c, 0, n, BODY);
 #undef BODY
@@ -173,8 +176,12 @@ static void product_block(const struct product_job *j, idx first, idx rows, idx 
         EACH_BLOCK(rows, row, tall) {
             const float *own = a ? a + row * deep : j->a + (first + row) * j->ai + k0 * j->ak;
             if (a) part.ak = tall;
-            for (idx r = row; large && r < row + tall; r++) /* c is not in the cache: it is asked for ahead */
+            /* c and w may not be in the cache: they are asked for ahead */
+            for (idx r = row; large && r < row + tall; r++)
                 for (idx k = 0; k < n; k += 16) __builtin_prefetch(to + r * j->N + k, 1);
+            const float *w = j->w + (first + row) * j->N + column + c;
+            for (idx r = 0; dots && r < tall; r++)
+                for (idx k = 0; k < n; k += 16) __builtin_prefetch(w + r * j->N + k);
             product_tile(&part, tall, own, panel, b ? PANEL : j->N, to + row * j->N, n);
             if (dots && k0 + deep == j->K)
                 add_dots(to + row * j->N, j->w + first * j->N + column + c + row * j->N, tall, j->N,
