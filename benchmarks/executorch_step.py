@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import gradfilter as gf
 from gradfilter import kernels
 from gradfilter.export.optimizers import Sgd
-from gradfilter.export.step import TrainingStep
+from gradfilter.export.step import TrainingStep, together
 from gradfilter.kernels import eager
 from gradfilter.order import evaluating
 from gradfilter.region import engine
@@ -47,7 +47,7 @@ def step(method) -> tuple[fx.GraphModule, tuple, int]:
     gf.convert(model, method, example=x)
     own = {name: p.detach() for name, p in model.named_parameters()}
     tensors = (*own.values(), torch.tensor(0.01), x, target)
-    taken = TrainingStep(model, tuple(own), (), Sgd())
+    taken = TrainingStep(model, tuple(own), (), together(own, {}), Sgd())
     with evaluating(model), kernels.using(eager), engine.traced():
         taken(*tensors)
         seen = make_fx(lambda *t: taken(*t)[: len(own) + 1])(*tensors)

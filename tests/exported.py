@@ -64,8 +64,9 @@ class Folder:
             "images": x.numpy(),
             "targets": target.numpy(),
         }
-        found = self.run_train(self.values | given)
-        self.values = {n: found[f"new.{n}"] for n in self.values}
+        rows = {n: self.values[n].reshape(1, -1) for n in self.manifest["rows"]}
+        found = self.run_train(self.values | rows | given)
+        self.values = {n: found[f"new.{n}"].reshape(v.shape) for n, v in self.values.items()}
         return float(found["loss"])
 
     def scores(self, x: Tensor) -> np.ndarray:

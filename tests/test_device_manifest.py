@@ -42,7 +42,7 @@ def within(key: str, **values):
         (rewritten(parameters=[]), "no manifest"),
         (rewritten(files={}), "no hash of"),
         (rewritten(format="1"), "no manifest"),
-        (rewritten(format=2), "format 2"),
+        (rewritten(format=1), "format 1"),
         (rewritten(recipe={"momentum": 0.9}), "'momentum'"),
         (rewritten(recipe={"batch": 0}), "batch must be"),
         (lambda data: b"[]", "no manifest"),

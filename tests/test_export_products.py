@@ -52,3 +52,13 @@ def test_a_gradient_is_added_to_its_momentum_by_the_product(step):
     nodes, dtype = step
     [last] = [n for n in nodes if "new.momentum.8.weight" in n.output]
     assert last.op_type == ("Gemm" if dtype == torch.float32 else "Add")
+
+
+def test_a_row_is_updated_by_one_product(step):
+    """The parameter that is large enough for it: read and written as a row, and in one pass."""
+    nodes, dtype = step
+    [last] = [n for n in nodes if "new.8.weight" in n.output]
+    assert last.op_type == ("Gemm" if dtype == torch.float32 else "Sub")
+    assert "8.weight" in last.input
+    [small] = [n for n in nodes if "new.8.bias" in n.output]
+    assert small.op_type in ("Split", "Reshape")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST, TRAIN, PREDICT = "manifest.json", "train.onnx", "predict.onnx"
 PROBE, IN_BLOCKS = "probe.onnx", "-blocked.onnx"  # the end of the name of a graph in blocks
 PARAMETERS, CONSTANTS = "parameters.npz", "constants.bin"
@@ -19,7 +20,7 @@ TYPES = {"float32": "tensor(float)", "float64": "tensor(double)"}  # NumPy's nam
 NEEDED = {
     "format": int, "files": dict, "parameters": dict, "state": dict, "dtype": str, "images": list,
     "targets": list, "task": str, "frozen": bool, "in_place": bool, "optimizer": dict,
-    "layers": dict, "outputs": int, "check": dict,
+    "layers": dict, "outputs": int, "check": dict, "rows": list,
 }  # fmt: skip
 TASKS = {"classification": 1, "segmentation": 3}  # axes of the targets
 LARGEST = 3e38  # of float32
@@ -110,11 +111,13 @@ class Exported:
         options.enable_mem_pattern = False
         options.add_session_config_entry("session.set_denormal_as_zero", "1")
         level = ort.GraphOptimizationLevel
-        frozen = self.manifest["frozen"]
-        # the highest level reorders constant weights, and without those maps back and forth
-        options.graph_optimization_level = (
-            level.ORT_ENABLE_ALL if frozen else level.ORT_ENABLE_EXTENDED
-        )
+        if self.manifest["frozen"]:
+            # reorders constant weights, and where there are none maps back and forth
+            options.graph_optimization_level = level.ORT_ENABLE_ALL
+        elif IN_BLOCKS in name:  # what is put in another's place is run later than that
+            options.graph_optimization_level = level.ORT_ENABLE_BASIC
+        else:
+            options.graph_optimization_level = level.ORT_ENABLE_EXTENDED
         try:
             session = ort.InferenceSession(
                 str(self.folder / name), options, providers=["CPUExecutionProvider"]
@@ -136,6 +139,7 @@ class Exported:
         own = TYPES[self.manifest["dtype"]]
         inputs = {n: (s, own) for n, s in (self.parameters | {"images": images}).items()}
         if name == TRAIN:
+            inputs |= {n: ([1, math.prod(self.parameters[n])], own) for n in self.manifest["rows"]}
             state = {n: (s, own) for n, s in self.state.items()}
             outputs = {NEW + n: made for n, made in (inputs | state).items() if n != "images"}
             outputs |= {"loss": ([], own)}
@@ -195,6 +199,7 @@ def _right(found: dict) -> dict[str, bool]:
         "images": len(images) == 4 and _sizes(images[1:]) and (batch is None or _whole(batch)),
         "targets": len(targets) == TASKS.get(found["task"]) and _sizes(targets[1:]),
         **{key: all(map(_sizes, found[key].values())) for key in ("parameters", "state")},
+        "rows": all(isinstance(n, str) and n in found["parameters"] for n in found["rows"]),
         "optimizer": isinstance(found["optimizer"].get("name"), str),
         "recipe": isinstance(found.get("recipe", {}), dict),
         "check": _can_be_checked(found["check"], batch),

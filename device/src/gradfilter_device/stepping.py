@@ -6,6 +6,8 @@ the manifest does not say so there are two buffers, read from and written to in 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from gradfilter_device.exported import NEW, TRAIN, Exported, Values
@@ -17,6 +19,7 @@ class Stepper:
     def __init__(self, model: Exported, threads: int, values: Values):
         self.model = model
         self.session = model.session(TRAIN, threads)
+        self.shapes = {t.name: t.shape for t in self.session.get_inputs()}  # with rows
         self.loss, self.rate = (np.zeros((), model.dtype) for _ in range(2))
         self.load(values)
 
@@ -33,10 +36,11 @@ class Stepper:
     def _bound(self, values: Values, new: Values):
         """The memory of a step, told to the session once: to tell it takes milliseconds."""
         binding = self.session.io_binding()
-        for name, array in (values | {"rate": self.rate}).items():
-            binding.bind_input(*_place(name, array))
-        for name, array in ({NEW + n: a for n, a in new.items()} | {"loss": self.loss}).items():
-            binding.bind_output(*_place(name, array))
+        for name, array in values.items():
+            binding.bind_input(*_place(name, array, self.shapes[name]))
+            binding.bind_output(*_place(NEW + name, new[name], self.shapes[name]))
+        binding.bind_input(*_place("rate", self.rate))
+        binding.bind_output(*_place("loss", self.loss))
         return binding
 
     def step(self, images: np.ndarray, targets: np.ndarray, rate: float) -> float:
@@ -52,5 +56,6 @@ class Stepper:
         return float(self.loss)
 
 
-def _place(name: str, array: np.ndarray) -> tuple:
-    return name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data
+def _place(name: str, array: np.ndarray, shape: Sequence[int] | None = None) -> tuple:
+    shape = array.shape if shape is None else shape
+    return name, "cpu", 0, array.dtype.type, shape, array.ctypes.data

@@ -162,10 +162,15 @@ def _by_images(c, op: ConvOp, g, x, w_shape):
     return c.graph.sum(each, [0])
 
 
-def product(c, g: Operand, x: Operand) -> Operand:
-    """sum over images and pixels of g x^T: [N, O, P, Q], [N, C, P, Q] -> [O, C]"""
+def product(c, g: Operand, x: Operand, times: float = 1) -> Operand:
+    """sum over images and pixels of g x^T: [N, O, P, Q], [N, C, P, Q] -> [O, C]
+
+    It is multiplied by a number on the way, which must be a float32.
+    """
+    scale = {} if times == 1 else {"alpha": float(times)}
+    shape = g.shape[1], x.shape[1]
     return c.graph.op(
-        "Gemm", rows(c, g), rows(c, x), transB=1, shape=(g.shape[1], x.shape[1]), dtype=g.dtype
+        "Gemm", rows(c, g), rows(c, x), transB=1, shape=shape, dtype=g.dtype, **scale
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gradfilter.export import Runner, blocked, recorded, write
+from gradfilter.export import Runner, blocked, recorded, slices, write
 from gradfilter.export.align import align
 from gradfilter.export.check import naming_methods, no_exact_gradient
 from gradfilter.export.graph import OPSET, Batch, Graph, Value
@@ -24,12 +24,20 @@ from gradfilter.export.lower import Lowering
 from gradfilter.export.onebyone import one_by_one
 from gradfilter.export.optimizers import understood
 from gradfilter.export.probe import probe
-from gradfilter.export.products import accumulate, by_outputs
-from gradfilter.export.step import TrainingStep, enlarged, scores_of
+from gradfilter.export.products import accumulate, by_outputs, by_rows
+from gradfilter.export.step import (
+    TrainingStep,
+    as_row,
+    enlarged,
+    remembered,
+    scores_of,
+    shaped,
+    together,
+)
 from gradfilter.export.trace import traced
 from gradfilter.order import evaluating
 
-FORMAT = 1
+FORMAT = 2
 CHECK_STEPS, CHECK_RATE = 3, 0.01
 TRAIN, PREDICT, CONSTANTS = "train.onnx", "predict.onnx", "constants.bin"
 PROBE, IN_BLOCKS = "probe.onnx", "-blocked.onnx"  # the end of the name of a graph in blocks
@@ -50,7 +58,8 @@ class Export:
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.optimizer, self.shares = understood(optimizer, trained)
         self.parameters = {n: p.detach() for n, p in trained.items()}
-        self.state = self.optimizer.start(self.parameters)
+        self.groups = together(self.parameters, self.shares)
+        self.state = self.optimizer.start(remembered(self.parameters, self.groups))
         _check_names(self.parameters, self.state)
         count = batch or 2
         self.example, self.target = (_repeated(t, count + 1) for t in (example, target))
@@ -66,8 +75,9 @@ class Export:
 
     def _step(self) -> _Traced:
         names = tuple(self.parameters), tuple(self.state)
-        step = self.step = TrainingStep(self.model, *names, self.optimizer, self.clip, self.shares)
-        fixed = [*self.parameters.values(), *self.state.values()]
+        how = self.groups, self.optimizer, self.clip, self.shares
+        step = self.step = TrainingStep(self.model, *names, *how)
+        fixed = [*shaped(self.parameters).values(), *self.state.values()]
         rate = torch.zeros((), dtype=self.example.dtype)
         found = _Traced(self, step, lambda n: [*fixed, rate, self.example[:n], self.target[:n]])
         found.names = [*self.parameters, *self.state, "rate", "images", "targets"]
@@ -98,9 +108,11 @@ class Export:
         for name, value in zip(found.outputs, results, strict=False):
             graph.output(name, value)
         graph.prune()
-        accumulate(graph)
         by_outputs(graph)
+        accumulate(graph)
+        by_rows(graph)
         blocked.fuse(graph)
+        slices.split(graph)
         one_by_one(graph)
         if NEW + next(iter(self.parameters)) in found.outputs:
             wait_for_readers(graph, [*self.parameters, *self.state], NEW)
@@ -131,6 +143,7 @@ class Export:
             | {"opset": OPSET},
             "dtype": dtype,
             **{k: {n: list(t.shape) for n, t in v.items()} for k, v in sizes.items()},
+            "rows": [n for n, p in self.parameters.items() if as_row(p)],
             "images": [self.batch, *self.example.shape[1:]],
             "targets": [self.batch, *self.target.shape[1:]],
             "task": "segmentation" if self.target.ndim == 3 else "classification",
@@ -158,7 +171,7 @@ class Export:
         outputs = self.predict.outputs[0][1].shape[1]
         targets = random.randint(outputs, size=tuple(self.target[: self.count].shape))
         given = [torch.from_numpy(images).to(self.example.dtype), torch.from_numpy(targets).long()]
-        now = [*self.parameters.values(), *self.state.values()]
+        now = [*shaped(self.parameters).values(), *self.state.values()]
         rate, losses = torch.tensor(CHECK_RATE, dtype=self.example.dtype), []
         with evaluating(self.model):
             for _ in range(CHECK_STEPS):

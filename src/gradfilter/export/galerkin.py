@@ -66,8 +66,7 @@ def _pointwise(c, conv, g, x, w, need_gx, need_gw):
         if isinstance(conv.diagonal, Tensor):
             gw = product(c, joined(c, "Mul", g, conv.diagonal), x)
         else:
-            gw = product(c, g, x)
-            gw = gw if conv.diagonal == 1 else joined(c, "Mul", gw, conv.diagonal)
+            gw = product(c, g, x, conv.diagonal)  # a number of pixels
     return gx, gw
 
 

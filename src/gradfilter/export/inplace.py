@@ -49,13 +49,14 @@ def _wait(graph: Graph, last: Node, reader: Node, makers: dict[str, Node]) -> No
         (node, i)
         for node in _before(last, makers)
         for i, name in enumerate(node.inputs)
-        if name not in graph.constants and graph.values[name].shape == ()
+        if name not in graph.constants and graph.values[name].shape in ((), (1, 1))
     )
     number, result = graph.values[update.inputs[place]], graph.values[reader.outputs[0]]
     if result.dtype != number.dtype or _leads(update, reader, makers):
         return  # `in_place` will tell
     never = torch.tensor(False)
-    waited = graph.op("Where", never, _first(graph, result), number, like=number)
+    first = graph.reshape(_first(graph, result), number.shape)
+    waited = graph.op("Where", never, first, number, like=number)
     update.inputs[place] = waited.name
 
 
@@ -63,8 +64,7 @@ def _first(graph: Graph, x: Value) -> Value:
     """One number of a tensor."""
     rank = len(x.shape)
     ends = graph.ints(*[0] * rank), graph.ints(*[1] * rank)
-    one = graph.op("Slice", x, *ends, shape=(1,) * rank, dtype=x.dtype)
-    return graph.reshape(one, ())
+    return graph.op("Slice", x, *ends, shape=(1,) * rank, dtype=x.dtype)
 
 
 def in_order(graph: Graph) -> list[Node]:

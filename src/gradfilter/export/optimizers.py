@@ -34,14 +34,14 @@ class Sgd:
         return {}
 
     def update(self, p: Tensor, g: Tensor, rate: Tensor, state: State, _) -> tuple[Tensor, State]:
-        """The parameter and its own state after a step."""
+        """The parameter and its own state after a step; g has the state's shape."""
         if self.weight_decay:
-            g = g + self.weight_decay * p
+            g = g + self.weight_decay * p.view_as(g)
         if not self.momentum:
-            return p - rate * g, {}
+            return p - rate * g.view_as(p), {}
         buffer = self.momentum * state["momentum"] + g
         step = g + self.momentum * buffer if self.nesterov else buffer
-        return p - rate * step, {"momentum": buffer}
+        return p - rate * step.view_as(p), {"momentum": buffer}
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class AdamW:
         size = rate / shared["bias1"]
         step = size * (mean / (torch.sqrt(square) / shared["bias2"] + self.eps))
         decayed = p * (1 - rate * self.weight_decay) if self.weight_decay else p
-        return decayed - step, {"mean": mean, "square": square}
+        return decayed - step.view_as(p), {"mean": mean, "square": square}
 
 
 Optimizer = Sgd | AdamW

@@ -1,6 +1,7 @@
 """Sums that have to do with matrix products, written with less work.
 
-`momentum * buffer + gradient` is one Gemm where the gradient is a product: a Linear layer's.
+A Linear layer with its bias is one Gemm. So is `momentum * buffer + gradient` where the gradient is
+a product, that of a Linear or a 1x1 layer, and `parameter - rate * buffer`, of a number with a row.
 <gw, w> of a 1x1 layer, w with its gradient g x^T row by row, is <g, y> of its output y = w x,
 which for the last, small maps is far less.
 """
@@ -9,48 +10,101 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from functools import partial
 
 import torch
 
-from gradfilter.export.graph import Graph, Node
+from gradfilter.export.graph import Graph, Node, Value
 from gradfilter.export.inplace import in_order
 
 
 def accumulate(graph: Graph) -> None:
-    """Rewrite such sums; in float32, of which the factors of a Gemm are."""
+    """Rewrite such sums, and those with a bias; in float32, of which the factors of a Gemm are."""
     makers = {name: node for node in graph.nodes for name in node.outputs}
-    readers = Counter(name for node in graph.nodes for name in node.inputs)
-    readers.update(value.name for _, value in graph.outputs)
+    readers = _readings(graph)
     for node in graph.nodes:
         [whole, *_] = (graph.values[name] for name in node.outputs)
         if node.kind != "Add" or whole.dtype != torch.float32 or len(whole.shape) != 2:
             continue
-        for memory, gradient in (node.inputs, node.inputs[::-1]):
-            scaled, product = makers.get(memory), makers.get(gradient)
-            if scaled is None or product is None or readers[memory] + readers[gradient] > 2:
+        for added, product in (node.inputs, node.inputs[::-1]):
+            factors = _factors(graph, makers.get(product), makers)
+            if factors is None or readers[product] > 1:
                 continue
-            parts, factors = _scaled(graph, scaled), _factors(graph, product, makers)
-            if parts is not None and factors is not None:
-                buffer, momentum = parts
+            buffer, momentum = added, 1.0
+            if readers[added] == 1:
+                buffer, momentum = _scaled(graph, makers.get(added)) or (added, 1.0)
+            if graph.values[buffer].shape in (whole.shape, whole.shape[1:]):
                 node.kind, node.inputs = "Gemm", [*factors[0], buffer]
                 node.attributes = factors[1] | {"beta": momentum}
                 break
     graph.prune()
 
 
-def _scaled(graph: Graph, node: Node) -> tuple[str, float] | None:
-    """What is scaled by a constant number, and that number."""
-    if node.kind != "Mul":
+def by_rows(graph: Graph) -> None:
+    """x - number * y of rows as a product of the number and y, added to x; in float32.
+
+    That is one pass and no memory beside; a Mul needs some for all of the row. Its result may lie
+    where x does, but not where y does.
+    """
+    makers = {name: node for node in graph.nodes for name in node.outputs}
+    readers, inputs = _readings(graph), {v.name for v in graph.inputs}
+    for node in list(graph.nodes):
+        result = graph.values[node.outputs[0]]
+        row = len(result.shape) == 2 and result.shape[0] == 1
+        if node.kind != "Sub" or not row or result.dtype != torch.float32:
+            continue
+        x, scaled = (graph.values[name] for name in node.inputs)
+        parts = _times(graph, makers.get(scaled.name)) if readers[scaled.name] == 1 else None
+        if parts is None or x.shape != result.shape or _origin(makers, parts[0].name) in inputs:
+            continue
+        y, number = parts
+        less = graph.op("Neg", graph.reshape(number, (1, 1)), shape=(1, 1), dtype=y.dtype)
+        node.kind, node.inputs = "Gemm", [less.name, y.name, x.name]
+    graph.nodes = in_order(graph)
+    graph.prune()
+
+
+def _readings(graph: Graph) -> Counter:
+    """How often each value is read, or put out."""
+    readers = Counter(name for node in graph.nodes for name in node.inputs)
+    readers.update(value.name for _, value in graph.outputs)
+    return readers
+
+
+def _origin(makers: dict[str, Node], name: str) -> str:
+    """What a value was before it was reshaped."""
+    while name in makers and makers[name].kind == "Reshape":
+        name = makers[name].inputs[0]
+    return name
+
+
+def _times(graph: Graph, node: Node | None) -> tuple[Value, Value] | None:
+    """A value of a product's shape, and the one number that it is multiplied by."""
+    if node is None or node.kind != "Mul":
         return None
-    for value, number in (node.inputs, node.inputs[::-1]):
-        of_output = graph.values[value].shape == graph.values[node.outputs[0]].shape
-        if of_output and number in graph.constants and graph.constants[number].ndim == 0:
-            return value, float(graph.constants[number])
+    for names in (node.inputs, node.inputs[::-1]):
+        y, number = (graph.values[name] for name in names)
+        if y.shape == graph.values[node.outputs[0]].shape and number.shape == ():
+            return y, number
     return None
 
 
-def _factors(graph: Graph, node: Node, makers: dict[str, Node]) -> tuple[list[str], dict] | None:
+def _scaled(graph: Graph, node: Node | None) -> tuple[str, float] | None:
+    """What is scaled by a constant number, and that number."""
+    parts = _times(graph, node)
+    if parts is None or parts[1].name not in graph.constants:
+        return None
+    return parts[0].name, float(graph.constants[parts[1].name])
+
+
+def _factors(
+    graph: Graph, node: Node | None, makers: dict[str, Node]
+) -> tuple[list[str], dict] | None:
     """Both sides of a product of two matrices, and how a Gemm is to read them."""
+    if node is None:
+        return None
+    if node.kind == "Gemm" and len(node.inputs) == 2:
+        return node.inputs, node.attributes
     if node.kind != "MatMul" or any(len(graph.values[n].shape) != 2 for n in node.inputs):
         return None
     names, attributes = [], {}
@@ -68,12 +122,7 @@ def _factors(graph: Graph, node: Node, makers: dict[str, Node]) -> tuple[list[st
 def by_outputs(graph: Graph) -> None:
     """<g x^T, w> as <g, w x> where the graph has w x."""
     makers = {name: node for node in graph.nodes for name in node.outputs}
-
-    def origin(name: str) -> str:
-        while name in makers and makers[name].kind == "Reshape":
-            name = makers[name].inputs[0]
-        return name
-
+    origin = partial(_origin, makers)
     products = {
         (origin(n.inputs[0]), origin(n.inputs[1])): n.outputs[0]
         for n in graph.nodes

@@ -11,20 +11,24 @@ from torch.func import functional_call
 
 from gradfilter.export.optimizers import Optimizer, State
 
-SMALL = 4096  # elements of a parameter that is updated together with others
+SMALL = 4096  # elements of a parameter that is updated together with others; larger ones are rows
+JOINT = "joint"  # in the names of what the optimizer remembers of those
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """Parameters, state, rate, images and targets in; parameters, state, loss and norm out.
+    """Parameters, state, rate, images and targets in; parameters, state, loss and gradients out.
 
-    `parameters` and `state` name what the first tensors are. The model runs in the mode it is in.
+    `parameters` and `state` name what the first tensors are, shaped as `shaped` and `remembered`
+    have them. The model runs in the mode it is in. `groups` are the parameters that are updated at
+    once, by the name that their state has.
     """
 
     model: nn.Module
     parameters: tuple[str, ...]
     state: tuple[str, ...]
+    groups: dict[str, list[str]]
     optimizer: Optimizer
     clip: float | None = None
     shares: dict[str, float] = field(default_factory=dict)  # of the rate, by parameter; 1 else
@@ -46,33 +50,24 @@ class TrainingStep:
         )
 
     def _updated(self, old: State, grads: State, rate: Tensor, state: State) -> tuple[State, State]:
-        """Parameters and state after the step; small ones of one rate all at once, as a vector."""
+        """Parameters and state after the step."""
         shared = self.optimizer.shared(state)
         new, new_state = {}, {k: v for k, v in shared.items() if k in state}
-        for names in self._together(old):
+        for group, names in self.groups.items():
             share = self.shares.get(names[0], 1.0)
-            own = {k: _joined([state[f"{k}.{n}"] for n in names]) for k in self.optimizer.keeps}
-            vectors = _joined([old[n] for n in names]), _joined([grads[n] for n in names])
-            own_rate = rate if share == 1 else rate * share
-            joint, after = self.optimizer.update(*vectors, own_rate, own, shared)
             like = [old[name] for name in names]
-            new |= dict(zip(names, _taken_apart(joint, like), strict=True))
-            for k, v in after.items():
-                parts = zip(names, _taken_apart(v, like), strict=True)
-                new_state |= {f"{k}.{name}": part for name, part in parts}
+            p, g = _joined(like), _joined([grads[name] for name in names])
+            own = {k: state[f"{k}.{group}"] for k in self.optimizer.keeps}
+            g = g.reshape(next(iter(own.values()), p).shape)
+            own_rate = rate if share == 1 else rate * share
+            p, after = self.optimizer.update(p, g, own_rate, own, shared)
+            new |= dict(zip(names, _taken_apart(p, like), strict=True))
+            new_state |= {f"{k}.{group}": v for k, v in after.items()}
         return new, new_state
 
-    def _together(self, old: State) -> list[list[str]]:
-        """The names of what is updated at once."""
-        large = [[name] for name, p in old.items() if p.numel() > SMALL]
-        small: dict[float, list[str]] = {}
-        for name, p in old.items():
-            if p.numel() <= SMALL:
-                small.setdefault(self.shares.get(name, 1.0), []).append(name)
-        return [*large, *small.values()]
-
     def _gradients(self, old: State, images: Tensor, target: Tensor) -> tuple[Tensor, State]:
-        leaves = {name: p.detach().requires_grad_() for name, p in old.items()}
+        own = dict(self.model.named_parameters())
+        leaves = {n: p.detach().view(own[n].shape).requires_grad_() for n, p in old.items()}
         output = functional_call(self.model, leaves, (images,))
         loss = cross_entropy(scores_of(output), target)
         grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
@@ -80,6 +75,45 @@ class TrainingStep:
         if missing:
             raise ValueError(f"export: no gradient reaches the parameter {missing[0]!r}; freeze it")
         return loss.detach(), dict(zip(leaves, grads, strict=True))
+
+
+def together(parameters: State, shares: dict[str, float]) -> dict[str, list[str]]:
+    """The names of what is updated at once: small parameters of one rate, as a vector."""
+    groups = {name: [name] for name, p in parameters.items() if as_row(p)}
+    small: dict[float, list[str]] = {}
+    for name, p in parameters.items():
+        if not as_row(p):
+            small.setdefault(shares.get(name, 1.0), []).append(name)
+    for i, names in enumerate(small.values()):
+        groups[names[0] if len(names) == 1 else f"{JOINT}.{i}"] = names
+    return groups
+
+
+def as_row(p: Tensor) -> bool:
+    """Whether the step has a parameter as a row, see `products.by_rows`."""
+    return p.numel() > SMALL
+
+
+def shaped(parameters: State) -> State:
+    """Parameters as the step has them."""
+    return {n: p.reshape(1, -1) if as_row(p) else p for n, p in parameters.items()}
+
+
+def remembered(parameters: State, groups: dict[str, list[str]]) -> State:
+    """Zeros for each group, in the shape in which the optimizer's memory of it is kept.
+
+    A Linear or a 1x1 layer has a matrix, onto which the product that is its gradient is added.
+    """
+    found = {}
+    for group, names in groups.items():
+        p = parameters[names[0]]
+        if len(names) > 1:
+            found[group] = p.new_zeros(sum(parameters[name].numel() for name in names))
+        elif p.ndim == 2 or tuple(p.shape[2:]) == (1, 1):
+            found[group] = torch.zeros_like(p.flatten(1))
+        else:
+            found[group] = torch.zeros_like(shaped({group: p})[group])
+    return found
 
 
 def cross_entropy(scores: Tensor, target: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ import torch
 
 from gradfilter.export.arithmetic import ONNX_TYPES
 from gradfilter.export.graph import BLOCKED, IR_VERSION, OPSET, Batch, Graph, Node, Value
+from gradfilter.export.onebyone import IMAGES
+from gradfilter.export.order import ordered
 
 LARGE = 1024  # bytes of a constant that does not stand in the graph itself
 PAGE = 4096
@@ -63,7 +65,7 @@ def model(graph: Graph, name: str):
     """The graph as an onnx.ModelProto."""
     from onnx import helper
 
-    nodes = ordered(graph)
+    nodes = ordered(graph, _renamed(graph), IMAGES)
     body = helper.make_graph(_written(nodes), name, *_ends(graph), _constants(graph, nodes))
     opset = [helper.make_opsetid("", OPSET)]
     if graph.blocked:
@@ -105,42 +107,6 @@ def _info(name: str, value: Value):
 
     shape = ["images" if isinstance(s, Batch) else s for s in value.shape]
     return helper.make_tensor_value_info(name, ONNX_TYPES[value.dtype], shape)
-
-
-def ordered(graph: Graph) -> list[Node]:
-    """The nodes, each as soon as its inputs are there: by how many lie between the images and it.
-
-    So patch means are taken and parameters updated early, and what they read is free. What depends
-    on no image (folded weights) comes when it is needed.
-    """
-    nodes, depth = _renamed(graph), {"images": 0}
-    by_image: list[tuple[int, Node]] = []
-    for node in nodes:
-        before = [depth[name] for name in node.inputs if name in depth]
-        if before:
-            by_image.append((max(before) + 1, node))
-            depth |= dict.fromkeys(node.outputs, max(before) + 1)
-    by_image.sort(key=lambda pair: pair[0])
-    of_image = {id(node) for _, node in by_image}
-    makers = {name: n for n in nodes if id(n) not in of_image for name in n.outputs}
-    found: list[Node] = []
-    for _, node in by_image:
-        _needed(node, makers, found)
-        found.append(node)
-    for node in list(makers.values()):  # an output that depends on no image: a count of steps
-        _needed(Node("", node.outputs, [], {}), makers, found)
-    return found
-
-
-def _needed(node: Node, makers: dict[str, Node], found: list[Node]) -> None:
-    """Put before a node what it reads of those that depend on no image."""
-    for name in node.inputs:
-        maker = makers.get(name)
-        if maker is not None:
-            for output in maker.outputs:
-                makers.pop(output, None)
-            _needed(maker, makers, found)
-            found.append(maker)
 
 
 def _renamed(graph: Graph) -> list[Node]:
