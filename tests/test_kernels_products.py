@@ -84,9 +84,10 @@ def test_3x3_layers(maps, layout, threads):
     close(kernels.convolve(x, weight, THREE), eager.convolve(x.double(), weight.double(), THREE))
     wanted = eager.conv3x3_backward(g.double(), x.double(), weight.double())
     for need_gx, need_gw in [(True, True), (True, False), (False, True)]:
-        found = cpu.conv3x3_backward(g, x if need_gw else None, weight, need_gx, need_gw)
-        close(found[0], wanted[0] if need_gx else None)
-        close(found[1], wanted[1] if need_gw else None)
+        for body in (cpu, eager):
+            found = body.conv3x3_backward(g, x if need_gw else None, weight, need_gx, need_gw)
+            close(found[0], wanted[0] if need_gx else None)
+            close(found[1], wanted[1] if need_gw else None)
 
 
 @pytest.mark.parametrize("threads", [1], indirect=True)  # with more it pays from more outputs on

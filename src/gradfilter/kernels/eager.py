@@ -162,7 +162,7 @@ def conv3x3_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Both gradients of a 3x3 convolution with stride and padding 1; x is not read without gw."""
     if x is None:
-        x = g.new_empty(len(g), w.shape[1], *g.shape[2:], memory_format=torch.channels_last)
+        x = g.new_empty(len(g), w.shape[1], *g.shape[2:])
     return torch.ops.aten.convolution_backward(
         g, x, w, None, (1, 1), (1, 1), (1, 1), False, (0, 0), 1, (need_gx, need_gw, False)
     )[:2]
