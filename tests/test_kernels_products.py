@@ -13,9 +13,10 @@ pytestmark = pytest.mark.skipif(isinstance(LIBRARY, cpu_library.Unavailable), re
 THREE = ConvOp((3, 3), (1, 1), (1, 1, 1, 1))
 # rows, inner, columns: around the sizes of tiles and panels, and of what is copied at once
 SHAPES = [(1, 1, 1), (13, 5, 33), (7, 700, 31), (100, 600, 70), (300, 40, 17), (49, 96, 24)]
-SHAPES += [(49, 385, 400), (401, 50, 390)]
+SHAPES += [(49, 385, 400), (401, 50, 390), (1, 40, 30), (30, 40, 1), (5, 0, 7)]
 # N, C, O, H, W: the weights of the last two are not light
-LAYERS = [(2, 33, 40, 7, 6), (1, 96, 24, 5, 5), (3, 300, 130, 9, 7), (1, 130, 500, 5, 9)]
+LAYERS = [(2, 33, 40, 7, 6), (2, 16, 1, 7, 6), (2, 1, 9, 5, 5), (1, 96, 24, 5, 5)]
+LAYERS += [(3, 300, 130, 9, 7), (1, 130, 500, 5, 9)]
 # N, C, O, H, W
 MAPS = [(2, 32, 33, 7, 7), (1, 40, 32, 3, 14), (3, 70, 64, 5, 9), (1, 130, 100, 17, 4)]
 

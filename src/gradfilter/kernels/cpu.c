@@ -397,12 +397,18 @@ EXPORT int gf_wants_product(void) {
 }
 
 EXPORT int gf_row_dots(const float *a, const float *b, float *dots, idx rows, idx K, int threads);
+
 /* See struct product_job; ai or ak is 1. */
 static int multiply(const float *a, idx ai, idx ak, const float *b, float *c, idx M, idx N, idx K,
                     float alpha, const float *w, float *dots, int threads) {
+    if (!K) { /* an empty sum */
+        memset(c, 0, (size_t)(M * N) * 4);
+        if (dots) memset(dots, 0, (size_t)M * 4);
+        return 0;
+    }
     if (product) { /* columns first: c^T = b^T a^T */
         const float beta = 0;
-        const idx lda = ak == 1 ? ai : ak;
+        const idx lda = ak == 1 ? max_idx(ai, K) : max_idx(ak, M); /* of one row ai may be 1 */
         product("N", ak == 1 ? "N" : "T", &N, &M, &K, &alpha, b, &N, a, &lda, &beta, c, &N);
         if (dots) gf_row_dots(c, w, dots, M, N, threads);
         return 0;

@@ -115,7 +115,7 @@ static void pack_b(const struct product_job *j, idx k0, idx deep, idx column, id
  * than the others. (Divisions take as long as a row of a tile.) */
 struct OWN(blocks) { idx size, more; };
 static struct OWN(blocks) blocks_of(idx rows) {
-    const idx count = ceil_div(rows, TALL);
+    const idx count = max_idx(1, ceil_div(rows, TALL));
     return (struct OWN(blocks)){rows / count, rows % count};
 }
 #define EACH_BLOCK(rows, row, tall) \
@@ -179,7 +179,7 @@ static void product_block(const struct product_job *j, idx first, idx rows, idx 
             /* c and w may not be in the cache: they are asked for ahead */
             for (idx r = row; large && r < row + tall; r++)
                 for (idx k = 0; k < n; k += 16) __builtin_prefetch(to + r * j->N + k, 1);
-            const float *w = j->w + (first + row) * j->N + column + c;
+            const float *w = dots ? j->w + (first + row) * j->N + column + c : NULL;
             for (idx r = 0; dots && r < tall; r++)
                 for (idx k = 0; k < n; k += 16) __builtin_prefetch(w + r * j->N + k);
             product_tile(&part, tall, own, panel, b ? PANEL : j->N, to + row * j->N, n);
