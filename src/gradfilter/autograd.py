@@ -75,6 +75,8 @@ def apply(
 ) -> tuple[Tensor, Kept]:
     """Run a layer; gives y and what was kept of x (nothing where no gradient is wanted)."""
     x, w, b = _autocast(x, w, b)
+    if not x.numel():  # no image: nothing to keep, and gradients that autograd makes of zeros
+        return op.forward(x, w, b), ()
     needs = (x, w) if b is None else (x, w, b)
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in needs)):
         return op.forward(x, w, b), ()

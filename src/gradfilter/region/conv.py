@@ -18,6 +18,7 @@ from gradfilter.region.step import (
     Act,
     MaxPool,
     Pair,
+    Shape,
     Step,
     fold,
     own_parameters,
@@ -60,6 +61,22 @@ class Conv(Step):
     def means(self, trained):
         if trained(self.module, "weight") or trained(self.norm, "weight"):
             yield self.inputs[0]
+
+    def shape_of(self, x: Shape, *residual: Shape) -> Shape | None:
+        out, inner, *kernel = self.module.weight.shape
+        op = self.shape(torch.empty(0, *x[1:]))[1]
+        size = op.output_size(x[2:])
+        y = (x[0], out, *size)
+        fits = x[1] == inner * op.groups and tuple(kernel) == op.kernel and min(size) > 0
+        bias, norm = self.module.bias, self.norm
+        known = [] if bias is None else [len(bias)]
+        known += [] if norm is None else [norm.num_features]
+        if not fits or any(r != y for r in residual) or any(k != out for k in known):
+            return None
+        if self.pool is None:
+            return y
+        size = self.pool.size(size)
+        return (*y[:2], *size) if min(size) > 0 else None
 
     def plain(self, c, x, *residual):
         x, op = self.shape(x)
@@ -235,6 +252,10 @@ def batch_norm(norm: nn.Module, x: Tensor) -> Tensor:
 
 def update_statistics(norm: nn.Module, y: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and 1/sigma of a batch; running statistics move as nn.BatchNorm2d moves them."""
+    if y.numel() == y.shape[1]:  # as PyTorch has it
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got input size {tuple(y.shape)}"
+        )
     var, mean = torch.var_mean(y, (0, 2, 3), correction=0)
     if norm.training and norm.track_running_stats and norm.running_mean is not None:
         norm.num_batches_tracked.add_(1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import repeat
 from operator import attrgetter, is_
 
 import torch
@@ -18,6 +20,8 @@ from gradfilter.region.run import Runner
 from gradfilter.region.trace import hooked, hooks_of, trace
 
 TRACING = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
+# What a program takes of modules as it was when it was traced.
+SETTINGS = ("p", "negative_slope", "alpha", "min_val", "max_val")
 _training = attrgetter("training")
 _traced: ContextVar[bool] = ContextVar("traced", default=False)
 
@@ -134,6 +138,11 @@ class Engine:
         self.names: list[str] = []
         self.placed: list[nn.Module | None] = []
         self.hooks: list[dict] = []
+        # what the modules have: how many children and parameters, which of them are None, settings
+        self.owned: list[dict] = []
+        self.counts: list[int] = []
+        self.missing: tuple[list[dict], list[str]] = [], []
+        self.settings: tuple[list[dict], list[str]] = [], []
 
     def __deepcopy__(self, memo):
         return Engine(self.fused)  # a copy's programs must hold the copy's modules
@@ -149,14 +158,28 @@ class Engine:
         self.names = [name for m in self.modules for name in m._modules]
         self.placed = [child for m in self.modules for child in m._modules.values()]
         self.hooks = [hooks for m in self.modules for hooks in hooks_of(m)]
+        self.owned = [own for m in self.modules for own in (m._modules, m._parameters)]
+        self.counts = list(map(len, self.owned))
+        parameters = [(m._parameters, n) for m in self.modules for n, p in m._parameters.items()]
+        self.missing = _columns([(own, n) for own, n in parameters if own[n] is None])
+        attributes = map(vars, self.modules)
+        self.settings = _columns([(own, n) for own in attributes for n in SETTINGS if n in own])
+
+    def _as_seen(self) -> bool:
+        """Whether the modules are those that were looked at, with as many parameters each."""
+        # by map, without a line of Python for every module: this is done at every step
+        return (
+            bool(self.modules)
+            and all(map(is_, map(dict.get, self.tables, self.names), self.placed))
+            and list(map(len, self.owned)) == self.counts
+            and all(map(is_, map(dict.get, *self.missing), repeat(None)))
+        )
 
     def program(self, root: nn.Module, args: tuple) -> Program | str:
         """The program for the modules' present modes and hooks, or why there is none."""
-        # by map, without a line of Python for every module: this is done at every step
-        there = map(dict.get, self.tables, self.names)
-        if not self.modules or not all(map(is_, there, self.placed)):
+        if not self._as_seen():
             self._look_at(root)
-        state = len(args), *map(_training, self.modules)
+        state = len(args), *map(_training, self.modules), *map(dict.get, *self.settings)
         if any(self.hooks):
             state += tuple(map(hooked, self.modules))
         sizes = tuple(tuple(a.shape[2:]) for a in args)
@@ -167,6 +190,10 @@ class Engine:
             one_size = not isinstance(found, str) and found.lowered.one_size
             self.programs[(sizes, *state) if one_size else state] = found
         return found
+
+
+def _columns(pairs: list[tuple[dict, str]]) -> tuple[list[dict], list[str]]:
+    return [own for own, _ in pairs], [name for _, name in pairs]
 
 
 def _trace(root: nn.Module, count: int) -> fx.Graph | str:
@@ -185,7 +212,14 @@ class Engined:
     gf_engine: Engine
 
     def forward(self, *args, **kwargs):
-        if not torch.is_grad_enabled() or _observed() or unsuitable(args, kwargs):
+        if not torch.is_grad_enabled() or _observed():
+            return super().forward(*args, **kwargs)
+        if why := unsuitable(args, kwargs):
+            warnings.warn(
+                f"{type(self).__name__} is {why}, so it runs at the layer level instead of by the "
+                "engine: pass its maps, and nothing else, by position",
+                stacklevel=2,
+            )
             return super().forward(*args, **kwargs)
         program = self.gf_engine.program(self, args)
         return super().forward(*args) if isinstance(program, str) else program(*args)
@@ -208,5 +242,5 @@ def unsuitable(args, kwargs) -> str | None:
     if kwargs:
         return "called with keyword arguments"
     if not all(isinstance(a, Tensor) and a.ndim == 4 for a in args):
-        return "an argument is no [N, C, H, W] tensor"
+        return "called with what is no [N, C, H, W] tensor"
     return None

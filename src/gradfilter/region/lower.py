@@ -175,6 +175,8 @@ class Lowering:
         layer = getattr(m, "gf", None)
         if layer is None:
             return f"{type(m).__name__} is not converted"
+        if "weight" not in m._parameters:
+            return "its weight is computed from other parameters"
         if not grid.takes(layer.method):
             return f"{type(layer.method).__name__} has no patch grid"
         if not isinstance(layer.shape, Geometry) or layer.shape.mode != "zeros":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from itertools import islice
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from gradfilter.region.conv import Conv, Placed
 from gradfilter.region.fold import Folded, FoldedGradients, Folding
 from gradfilter.region.kept import Kept
 from gradfilter.region.lower import Region
+from gradfilter.region.plain import Plain
 from gradfilter.region.record import SHORTEST
 from gradfilter.region.record_backward import BackwardTape
 from gradfilter.region.record_forward import ForwardTape
@@ -23,6 +25,7 @@ from gradfilter.region.step import Parameter, Step
 from gradfilter.region.wiring import Wiring
 
 SIZES = 256  # image sizes that a region remembers
+_shape = attrgetter("shape")
 
 
 class Tapes(NamedTuple):
@@ -37,6 +40,11 @@ class Runner:
 
     def __init__(self, region: Region):
         self.region = region
+        self._begin()
+
+    def _begin(self) -> None:
+        """What follows from the steps and the shapes of their parameters."""
+        region = self.region
         self.parameters: list[Parameter] = []
         seen = set()
         for step in region.steps:
@@ -45,6 +53,7 @@ class Runner:
                     seen.add((id(module), name))
                     self.parameters.append((module, name))
         self.position = {(id(m), n): i for i, (m, n) in enumerate(self.parameters)}
+        self.shapes = list(map(_shape, self._tensors()))
         norms = [
             (s, getattr(s, "module", None), s.norm)
             for s in region.steps
@@ -58,9 +67,17 @@ class Runner:
         self.last_use = {v: i for i, s in enumerate(region.steps) for v in s.inputs}
         self.wirings: dict[tuple[bool, ...], Wiring] = {}
         self.tapes: dict[tuple, Tapes] = {}
+        self.fitting: dict[tuple, bool] = {}  # by the shapes of the inputs
+
+    def _tensors(self) -> list[Tensor]:
+        return [m._parameters[n] for m, n in self.parameters]
 
     def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
-        tensors = [m._parameters[n] for m, n in self.parameters]
+        tensors = self._tensors()
+        if list(map(_shape, tensors)) != self.shapes:  # replaced by others
+            self._begin()
+        if not self._fits(inputs):
+            return Plain(self.region)(inputs)
         device = inputs[0].device.type
         cast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if cast else inputs[0].dtype
@@ -72,6 +89,31 @@ class Runner:
             if torch.is_grad_enabled() and any(flags):
                 return list(_RegionFunction.apply(self, flags, len(inputs), *inputs, *tensors))
             return Forward(self, inputs, tensors, self.wiring((False,) * len(flags))).run()
+
+    def _fits(self, inputs: list[Tensor]) -> bool:
+        """Whether all steps can read maps of these shapes.
+
+        They were written for those of the example. Where these differ in more than their number and
+        size, PyTorch knows what to do, or what to say.
+        """
+        key = tuple([x.shape for x in inputs])
+        found = self.fitting.get(key)
+        if found is None:
+            if len(self.fitting) >= SIZES:
+                self.fitting.clear()
+            found = self.fitting[key] = self._shapes_fit(key)
+        return found
+
+    def _shapes_fit(self, shapes: tuple[torch.Size, ...]) -> bool:
+        known = {v: tuple(s) for v, s in zip(self.region.inputs, shapes, strict=True)}
+        if any(len(s) != 4 or s[0] == 0 or s[0] != shapes[0][0] for s in shapes):
+            return False
+        for step in self.region.steps:
+            shape = step.shape_of(*(known[v] for v in step.inputs))
+            if shape is None:
+                return False
+            known[step.out] = shape
+        return True
 
     def wiring(self, flags: tuple[bool, ...]) -> Wiring:
         found = self.wirings.get(flags)

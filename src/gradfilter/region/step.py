@@ -18,6 +18,7 @@ from gradfilter.kernels.eager import ACTIVATIONS, pool_reach
 Act = tuple[str, float]
 NONE: Act = ("none", 0.0)
 Pair = tuple[int, int]
+Shape = tuple[int, ...]  # [N, C, H, W]
 Parameter = tuple[nn.Module, str]
 
 
@@ -35,6 +36,10 @@ class Step:
     def means(self, trained) -> Iterator[int]:
         """The inputs whose patch means the backward pass needs."""
         yield from ()
+
+    def shape_of(self, x: Shape, *others: Shape) -> Shape | None:
+        """The shape of what it writes; None where it cannot read maps of these shapes."""
+        return x
 
     def plain(self, c, *inputs: Tensor) -> Tensor:
         raise NotImplementedError

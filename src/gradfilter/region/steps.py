@@ -10,7 +10,16 @@ from torch import Tensor, nn
 
 from gradfilter import kernels
 from gradfilter.region import grid
-from gradfilter.region.step import NONE, Act, MaxPool, Step, fold, own_parameters, plain_activation
+from gradfilter.region.step import (
+    NONE,
+    Act,
+    MaxPool,
+    Shape,
+    Step,
+    fold,
+    own_parameters,
+    plain_activation,
+)
 
 
 @dataclass
@@ -26,6 +35,9 @@ class Pointwise(Step):
     def means(self, trained):
         if trained(self.norm, "weight"):
             yield self.inputs[0]
+
+    def shape_of(self, x):
+        return x if self.norm is None or self.norm.num_features == x[1] else None
 
     def plain(self, c, x):
         if self.norm is not None:
@@ -67,6 +79,10 @@ class Pool(Step):
 
     pool: MaxPool | None = None
 
+    def shape_of(self, x):
+        size = (1, 1) if self.pool is None else self.pool.size(x[2:])
+        return (*x[:2], *size) if min(size) > 0 else None
+
     def plain(self, c, x):
         if self.pool is None:
             return x.mean((2, 3), keepdim=True)
@@ -105,6 +121,9 @@ class Pool(Step):
 class Add(Step):
     """The sum of two maps."""
 
+    def shape_of(self, a, b):
+        return a if a == b else None
+
     def plain(self, c, a, b):
         return a + b
 
@@ -123,6 +142,9 @@ class Gate(Step):
 
     def means(self, trained):
         yield self.inputs[0]
+
+    def shape_of(self, x, s):
+        return x if s == (*x[:2], 1, 1) else None
 
     def plain(self, c, x, s):
         return x * s
@@ -171,6 +193,11 @@ class DropPath(Step):
 class Concat(Step):
     """Maps side by side along the channels."""
 
+    def shape_of(self, *xs):
+        n, _, *size = xs[0]
+        alike = all(x == (n, x[1], *size) for x in xs)
+        return (n, sum(x[1] for x in xs), *size) if alike else None
+
     def plain(self, c, *xs):
         return torch.cat(xs, 1)
 
@@ -190,6 +217,10 @@ class Chunk(Step):
 
     index: int = 0
     chunks: int = 1
+
+    def shape_of(self, x: Shape):
+        parts = torch.empty(0, x[1]).chunk(self.chunks, 1)
+        return (x[0], parts[self.index].shape[1], *x[2:]) if self.index < len(parts) else None
 
     def plain(self, c, x):
         return x.chunk(self.chunks, 1)[self.index]
@@ -211,6 +242,9 @@ class Shuffle(Step):
     """ShuffleNet's interleaving of channel groups."""
 
     groups: int = 1
+
+    def shape_of(self, x):
+        return x if x[1] % self.groups == 0 else None
 
     def plain(self, c, x):
         return shuffle(x, self.groups)
