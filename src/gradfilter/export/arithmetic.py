@@ -29,6 +29,7 @@ def cast(c, x: Operand, dtype: torch.dtype) -> Operand:
 ONNX_TYPES = {
     torch.float32: 1,
     torch.uint8: 2,
+    torch.int8: 3,
     torch.int32: 6,
     torch.int64: 7,
     torch.bool: 9,

@@ -115,7 +115,8 @@ def patch_mean(graph: Graph, x: Value, side, channels: int) -> Value:
 def patch_counts(graph: Graph, x: Value, ones: Tensor, count) -> Value:
     """Sums over each patch of bytes in blocks, in blocks.
 
-    [N, C, H, W] -> [N, C, P, Q]; `ones` are [Q, pixels of a row of patches].
+    [N, C, H, W] -> [N, C, P, Q]; `ones` are [Q, pixels of a row of patches]. They are unsigned and
+    the map signed bytes: for two unsigned matrices ONNX Runtime takes twice as long.
     """
     n, channels = x.shape[:2]
     rows = channels * count[0] // CHANNELS  # or twice as many

@@ -130,7 +130,7 @@ def slopes(c, x: Operand, act: str, parameter: float, side) -> Operand:
         return mean(c, cast(c, _inside(c, x, act), x.dtype), side)
     inside = cast(c, _inside(c, _in_patches(c, x, side, count), act), torch.uint8)
     of, shape = _columns(size[1], side, count), (*x.shape[:2], *count)
-    ones = of.to(torch.uint8).repeat(side[0], 1)
+    ones = of.to(torch.int8).repeat(side[0], 1)  # as patch_counts has them
     found = c.graph.op("MatMulInteger", inside, ones, shape=shape, dtype=torch.int32)
     pixels = of.sum(0) * side[0]
     if (pixels == pixels[0]).all():  # one number for all is divided by several times faster
@@ -149,7 +149,7 @@ def _slopes_in_blocks(c, x: Value, act: str, side, count) -> Operand:
     if side[0] * width < ROW or count[1] > FEW:
         return blocked.patch_mean(c.graph, cast(c, inside, x.dtype), side, x.shape[1])
     ones = _columns(width, side, count).T.to(torch.uint8).repeat(1, side[0])
-    found = blocked.patch_counts(c.graph, cast(c, inside, torch.uint8), ones, count)
+    found = blocked.patch_counts(c.graph, cast(c, inside, torch.int8), ones, count)
     pixels = torch.tensor(side[0] * side[1], dtype=x.dtype)
     return blocked.back(c.graph, joined(c, "Div", cast(c, found, x.dtype), pixels), x.shape[1])
 
