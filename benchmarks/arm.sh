@@ -4,18 +4,24 @@
 #   benchmarks/arm.sh [PYTHON] [FOLDER]
 #
 # PYTHON has gradfilter[export] (default: python3), FOLDER keeps the userland (default: a new
-# one). Needs Debian's qemu-user-static and debootstrap, and root to install them and to debootstrap.
+# one). Needs Debian's qemu-user-static and debootstrap, and root to install them and to debootstrap;
+# QEMU=PATH takes another qemu-aarch64.
 set -euo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
 python=${1:-python3}
 folder=${2:-$(mktemp -d)}
 root=$folder/root
-# The wheels of ONNX Runtime after 1.20 crash on import under the emulator of Debian 12 (7.2).
-runtime=onnxruntime==1.20.1
+qemu=${QEMU:-qemu-aarch64-static}
 
-for tool in qemu-aarch64-static debootstrap; do
-    command -v $tool >/dev/null || apt-get -qq install -y qemu-user-static debootstrap
+for tool in "$qemu" debootstrap; do
+    command -v "$tool" >/dev/null || apt-get -qq install -y qemu-user-static debootstrap
 done
+
+# The wheels of ONNX Runtime after 1.20 crash on import under the emulator of Debian 12 (7.2), not
+# under that of Debian 13 (10.0).
+runtime=onnxruntime
+emulator=$("$qemu" --version | sed -nE 's/.* version ([0-9]+).*/\1/p')
+[ "$emulator" -ge 10 ] || runtime=onnxruntime==1.20.1
 
 # The first stage alone: the second needs programs of the userland to start each other, which wants
 # binfmt_misc. One process of Python can do without.
@@ -52,7 +58,7 @@ test_device.exported(made / "exported", photos)
 PYTHON
 
 device() {
-    qemu-aarch64-static -cpu cortex-a72 -L "$root" -E PYTHONHOME="$root/usr" \
+    "$qemu" -cpu cortex-a72 -L "$root" -E PYTHONHOME="$root/usr" \
         -E PYTHONPATH="$folder/site:$here/device/src" -E OPENBLAS_NUM_THREADS=1 \
         "$root/usr/bin/python3.11" "$@"
 }
