@@ -53,6 +53,8 @@ enum { NONE, RELU, RELU6, HARDSWISH, HARDSIGMOID, SILU, SIGMOID, GELU, GELU_TANH
 #define STRIP 98304
 /* Tiles of a convolution at a time, times its input channels, see struct winograd_job. */
 #define TILES 16384
+/* Floats between their combinations, which would else lie in the same few places of the first cache. */
+#define GAP 16
 /* Rows, columns and terms of a product at a time: what is copied of both factors stays in the cache. */
 #define ROWS 384
 #define COLUMNS 384
@@ -133,9 +135,10 @@ struct winograd_job {
     int ahead;    /* the convolution itself: from g, its input, to gx, its output; w is [C][3][3][O] */
     int together; /* or, where it is ahead, [C][O][3][3] */
     /* combinations of g as input of gx [36][R][O] and as output [O / outs][36][R][outs], of x
-     * [36][R][C] */
+     * [36][R][C], each with a gap */
     float *seen, *given, *read;
     idx H, W, C, O, first, R; /* R tiles, from the first on */
+    idx breadth;              /* channels of gx, and gw, that an item takes */
     int *failed;
 };
 
@@ -528,14 +531,15 @@ EXPORT int gf_product(const float *a, const float *b, float *c, idx ai, idx ak, 
 EXPORT int gf_winograd(const float *g, const float *x, const float *w, float *gx, float *gw, idx N,
                        idx H, idx W, idx C, idx O, int threads) {
     int failed = 0;
-    const idx R = N * ceil_div(H, 4) * ceil_div(W, 4), seen = 36 * R * O, read = 36 * R * C;
-    const idx given = 36 * R * ceil_div(O, chosen->outs) * chosen->outs;
+    const idx R = N * ceil_div(H, 4) * ceil_div(W, 4), seen = 36 * (R * O + GAP);
+    const idx read = 36 * (R * C + GAP), given = ceil_div(O, chosen->outs) * 36 * (R * chosen->outs + GAP);
     float *space = scratch(((gx ? seen : 0) + (gw ? given + read : 0)) * 4);
     if (!space) return -1;
     float *next = space + (gx ? seen : 0);
-    struct winograd_job job = {g, x, w, gx, gw, 0, 0, space, next, next + given, H, W, C, O, 0, R, &failed};
+    struct winograd_job job = {g, x, w, gx, gw, 0, 0, space, next, next + given, H, W, C, O, 0, R,
+                               chosen->breadth, &failed};
     run(chosen->winograd_tiles, &job, R, R * (O + C) * 36, threads);
-    run(chosen->winograd_panels, &job, ceil_div(C, chosen->breadth), 36 * O * C, threads);
+    run(chosen->winograd_panels, &job, ceil_div(C, job.breadth), 36 * O * C, threads);
     free(space);
     return failed ? -1 : 0;
 }
@@ -547,14 +551,15 @@ EXPORT int gf_winograd_forward(const float *x, const float *w, float *y, idx N, 
     int failed = 0;
     const idx tiles = N * ceil_div(H, 4) * ceil_div(W, 4);
     const idx most = min_idx(tiles, max_idx(48, TILES / K));
-    float *space = scratch(36 * most * K * 4);
+    const idx breadth = ceil_div(C, chosen->breadth) < threads ? chosen->panel : chosen->breadth;
+    float *space = scratch(36 * (most * K + GAP) * 4);
     if (!space) return -1;
     for (idx first = 0; first < tiles; first += most) {
         const idx R = min_idx(most, tiles - first);
         struct winograd_job job = {x, NULL, w, y, NULL, 1, together, space, NULL, NULL, H, W, C, K, first,
-                                   R, &failed};
+                                   R, breadth, &failed};
         run(chosen->winograd_tiles, &job, R, R * K * 36, threads);
-        run(chosen->winograd_panels, &job, ceil_div(C, chosen->panel), 36 * K * C, threads);
+        run(chosen->winograd_panels, &job, ceil_div(C, breadth), 36 * K * C, threads);
     }
     free(space);
     return failed ? -1 : 0;

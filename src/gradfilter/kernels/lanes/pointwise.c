@@ -4,7 +4,7 @@
 static void turn_items(const void *arg, idx begin, idx end) {
     const struct pointwise_job *j = arg;
     for (idx p = begin; p < end; p++)
-        turn(j->w + p * PANEL * j->K, min_idx(PANEL, j->out.C - p * PANEL), j->K, j->turned + p * PANEL * j->K);
+        turn(j->w + p * PANEL * j->K, j->K, min_idx(PANEL, j->out.C - p * PANEL), j->K, j->turned + p * PANEL * j->K);
 }
 
 /* The product of `count` pixels' rows, of which the first is pixel `first` of the batch, in one panel. */
@@ -84,7 +84,7 @@ static void panel_items(const void *arg, idx begin, idx end) {
         return;
     }
     for (idx p = begin; p < end; p++) {
-        turn(j->w + p * PANEL * j->K, min_idx(PANEL, j->out.C - p * PANEL), j->K, panel);
+        turn(j->w + p * PANEL * j->K, j->K, min_idx(PANEL, j->out.C - p * PANEL), j->K, panel);
         product_pixels(j, j->x + j->first * j->K, j->first, j->count, p, panel);
     }
     free(panel);

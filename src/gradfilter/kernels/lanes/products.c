@@ -59,15 +59,15 @@ DEFINE(2)
 #undef EACH_HEIGHT
 #undef CASE
 
-/* `n` rows of b, turned, as columns of a panel. [n][K] -> [K][PANEL] */
-static void turn(const float *b, idx n, idx K, float *panel) {
+/* `n` rows of b, which lie `pitch` apart, turned, as columns of a panel. [n][K] -> [K][PANEL] */
+static void turn(const float *b, idx pitch, idx n, idx K, float *panel) {
     idx i = 0;
 #if LANES == 16
     for (; i + 16 <= n; i += 16) {
         idx k = 0;
         for (; k + 16 <= K; k += 16) {
             __m512 r[16], t[16];
-            for (int l = 0; l < 16; l++) r[l] = _mm512_loadu_ps(b + (i + l) * K + k);
+            for (int l = 0; l < 16; l++) r[l] = _mm512_loadu_ps(b + (i + l) * pitch + k);
             for (int l = 0; l < 16; l += 2) {
                 t[l] = _mm512_unpacklo_ps(r[l], r[l + 1]);
                 t[l + 1] = _mm512_unpackhi_ps(r[l], r[l + 1]);
@@ -90,11 +90,11 @@ static void turn(const float *b, idx n, idx K, float *panel) {
             }
         }
         for (; k < K; k++)
-            for (int l = 0; l < 16; l++) panel[k * PANEL + i + l] = b[(i + l) * K + k];
+            for (int l = 0; l < 16; l++) panel[k * PANEL + i + l] = b[(i + l) * pitch + k];
     }
 #endif
     for (; i < n; i++)
-        for (idx k = 0; k < K; k++) panel[k * PANEL + i] = b[i * K + k];
+        for (idx k = 0; k < K; k++) panel[k * PANEL + i] = b[i * pitch + k];
 }
 
 #define EARLY 8 /* rows that are asked for before they are read */

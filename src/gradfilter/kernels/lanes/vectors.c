@@ -60,6 +60,7 @@
 #define winograd_tile OWN(winograd_tile)
 #define winograd_tile_items OWN(winograd_tile_items)
 #define winograd_gx OWN(winograd_gx)
+#define winograd_turn OWN(winograd_turn)
 #define winograd_gw OWN(winograd_gw)
 #define winograd_panel_items OWN(winograd_panel_items)
 #define product_items OWN(product_items)

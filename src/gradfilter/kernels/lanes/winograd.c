@@ -12,6 +12,8 @@
 #define BREADTH (4 * LANES)
 /* Outputs whose combined taps lie in the cache while they are multiplied. */
 #define TAPS 64
+/* How far the 36 combinations of `rows` rows lie apart. */
+#define APART(rows) ((rows) * BREADTH + GAP)
 
 /* Transforms of one axis: B^T (of inputs), G (of taps) and A (of outputs), and their transposes. */
 INLINE void inputs_of_line(const vf *d, int s, vf *t, int u) {
@@ -96,7 +98,7 @@ INLINE void winograd_tile(const float *map, float *to, idx pitch, const struct w
         pixels(own, j, C, 6, h - 1, w - 1, in, n);
         inputs_of(in, out);
     }
-    for (idx p = 0; p < 36; p++) store(to + (p * j->R + tile) * pitch, out[p], n);
+    for (idx p = 0; p < 36; p++) store(to + p * (j->R * pitch + GAP) + tile * pitch, out[p], n);
 }
 
 static void winograd_tile_items(const void *arg, idx begin, idx end) {
@@ -104,7 +106,7 @@ static void winograd_tile_items(const void *arg, idx begin, idx end) {
     for (idx tile = begin; tile < end; tile++) {
 #define SEEN(n) winograd_tile(j->g + c, j->seen + c, j->O, j, j->O, tile, 0, n)
 #define GIVEN(n)                                                                              \
-    winograd_tile(j->g + c, j->given + c / OUTS * OUTS * 36 * j->R + c % OUTS, OUTS, j, j->O, tile, 1, n)
+    winograd_tile(j->g + c, j->given + c / OUTS * 36 * (OUTS * j->R + GAP) + c % OUTS, OUTS, j, j->O, tile, 1, n)
 #define READ(n) winograd_tile(j->x + c, j->read + c, j->C, j, j->C, tile, 0, n)
         if (j->gx) FOR_LANES(c, 0, j->O, SEEN);
         if (j->gw) FOR_LANES(c, 0, j->O, GIVEN);
@@ -115,32 +117,50 @@ static void winograd_tile_items(const void *arg, idx begin, idx end) {
     }
 }
 
-/* gx for some channels. w(o, t) is at w + o * step_o + t * step_t. `space` holds [36][TAPS][BREADTH]
- * and [36][R][BREADTH]. */
-static void winograd_gx(const struct winograd_job *j, idx first, idx count, const float *w, idx step_o,
-                        idx step_t, float *space) {
+/* The taps of inputs [o0, o0 + some) for some outputs as columns, panel by panel: w(o, t) is in row
+ * 9 * o + t or, not together, TAPS * t + o. */
+static void winograd_turn(const struct winograd_job *j, idx first, idx count, idx o0, idx some, float *to) {
+    const idx K = j->O;
+    for (idx c = 0; c < count; c += PANEL, to += 9 * TAPS * PANEL) {
+        const float *w = j->w + (first + c) * 9 * K;
+        const idx n = min_idx(PANEL, count - c);
+        if (j->together) turn(w + 9 * o0, 9 * K, n, 9 * some, to);
+        else
+            for (idx t = 0; t < 9; t++) turn(w + t * K + o0, 9 * K, n, some, to + t * TAPS * PANEL);
+    }
+}
+
+/* gx for some channels. `turned` holds [panels][9 * TAPS][PANEL] where it is ahead, `space`
+ * [36][TAPS][BREADTH] and [36][R][BREADTH], each with a gap. */
+static void winograd_gx(const struct winograd_job *j, idx first, idx count, float *turned, float *space) {
     const idx C = j->C, O = j->O, R = j->R, across = ceil_div(j->W, 4), down = ceil_div(j->H, 4);
-    float *products = space + 36 * TAPS * BREADTH;
+    const int ahead = j->ahead;
+    const idx step_o = !ahead ? 9 * C : j->together ? 9 * PANEL : PANEL;
+    const idx step_t = !ahead ? -C : j->together ? PANEL : TAPS * PANEL; /* the kernel turned round */
+    const idx step_panel = ahead ? 9 * TAPS * PANEL : PANEL;
+    float *products = space + 36 * APART(TAPS);
     for (idx o0 = 0; o0 < O; o0 += TAPS) {
         const idx some = min_idx(TAPS, O - o0);
+        const float *w = ahead ? turned : j->w + (9 * o0 + 8) * C + first;
+        if (ahead) winograd_turn(j, first, count, o0, some, turned);
         for (idx o = 0; o < some; o++) {
             vf taps[9], out[36];
 #define BODY(n)                                                                                 \
     {                                                                                           \
-        const float *own = w + (o0 + o) * step_o + c;                                           \
+        const float *own = w + o * step_o + c / PANEL * step_panel + c % PANEL;                 \
         for (int t = 0; t < 9; t++) taps[t] = load(own + t * step_t, n);                        \
         taps_of(taps, out);                                                                     \
-        for (idx p = 0; p < 36; p++) store(space + (p * TAPS + o) * BREADTH + c, out[p], n);      \
+        for (idx p = 0; p < 36; p++) store(space + p * APART(TAPS) + o * BREADTH + c, out[p], n); \
     }
             FOR_LANES(c, 0, count, BODY);
 #undef BODY
         }
         for (idx p = 0; p < 36; p++) {
-            const struct product_job job = {.a = j->seen + p * R * O + o0, .ai = O, .ak = 1,
+            const struct product_job job = {.a = j->seen + p * (R * O + GAP) + o0, .ai = O, .ak = 1,
                                             .N = BREADTH, .K = some, .alpha = 1, .add = o0 > 0};
             for (idx c = 0; c < count; c += PANEL)
-                product_rows(&job, 0, R, space + p * TAPS * BREADTH + c, BREADTH,
-                             products + p * R * BREADTH + c, min_idx(PANEL, count - c));
+                product_rows(&job, 0, R, space + p * APART(TAPS) + c, BREADTH,
+                             products + p * APART(R) + c, min_idx(PANEL, count - c));
         }
     }
     for (idx tile = 0; tile < R; tile++) {
@@ -149,7 +169,7 @@ static void winograd_gx(const struct winograd_job *j, idx first, idx count, cons
         vf m[36], out[16];
 #define BODY(n)                                                                                   \
     {                                                                                             \
-        for (idx p = 0; p < 36; p++) m[p] = load(products + (p * R + tile) * BREADTH + c, n);       \
+        for (idx p = 0; p < 36; p++) m[p] = load(products + p * APART(R) + tile * BREADTH + c, n);  \
         of_outputs(m, out);                                                                       \
         for (idx h = h0; h < min_idx(h0 + 4, j->H); h++)                                          \
             for (idx w = w0; w < min_idx(w0 + 4, j->W); w++)                                      \
@@ -160,22 +180,23 @@ static void winograd_gx(const struct winograd_job *j, idx first, idx count, cons
     }
 }
 
-/* gw for the channels of a panel, a few outputs at a time. `space` holds [36][OUTS][BREADTH]. */
+/* gw for the channels of a panel, a few outputs at a time. `space` holds [36][OUTS][BREADTH],
+ * with gaps. */
 static void winograd_gw(const struct winograd_job *j, idx first, idx count, float *space) {
     for (idx o0 = 0; o0 < j->O; o0 += OUTS) {
         const idx tall = min_idx(OUTS, j->O - o0);
         for (idx p = 0; p < 36; p++) {
-            const struct product_job job = {.a = j->given + (o0 * 36 + p * OUTS) * j->R, .ai = 1,
+            const struct product_job job = {.a = j->given + (o0 / OUTS * 36 + p) * (OUTS * j->R + GAP), .ai = 1,
                                             .ak = OUTS, .N = BREADTH, .K = j->R, .alpha = 1};
             for (idx c = 0; c < count; c += PANEL)
-                product_rows(&job, 0, tall, j->read + p * j->R * j->C + first + c, j->C,
-                             space + p * OUTS * BREADTH + c, min_idx(PANEL, count - c));
+                product_rows(&job, 0, tall, j->read + p * (j->R * j->C + GAP) + first + c, j->C,
+                             space + p * APART(OUTS) + c, min_idx(PANEL, count - c));
         }
         for (idx o = 0; o < tall; o++) {
             vf m[36], taps[9];
 #define BODY(n)                                                                                 \
     {                                                                                           \
-        for (idx p = 0; p < 36; p++) m[p] = load(space + (p * OUTS + o) * BREADTH + c, n);        \
+        for (idx p = 0; p < 36; p++) m[p] = load(space + p * APART(OUTS) + o * BREADTH + c, n);   \
         of_taps(m, taps);                                                                       \
         for (int t = 0; t < 9; t++) store(j->gw + ((o0 + o) * 9 + t) * j->C + first + c, taps[t], n); \
     }
@@ -187,23 +208,17 @@ static void winograd_gw(const struct winograd_job *j, idx first, idx count, floa
 
 static void winograd_panel_items(const void *arg, idx begin, idx end) {
     const struct winograd_job *j = arg;
-    const idx rows = max_idx(j->gx ? TAPS + j->R : 0, OUTS), K = j->O, breadth = j->ahead ? PANEL : BREADTH;
-    float *space = scratch(36 * rows * BREADTH * (idx)sizeof(float));
-    float *turned = j->ahead ? scratch(9 * K * PANEL * (idx)sizeof(float)) : NULL;
+    const idx room = max_idx(j->gx ? APART(TAPS) + APART(j->R) : 0, APART(OUTS));
+    float *space = scratch(36 * room * (idx)sizeof(float));
+    float *turned = j->ahead ? scratch(9 * TAPS * BREADTH * (idx)sizeof(float)) : NULL;
     if (!space || (j->ahead && !turned)) {
         free(space), free(turned);
         *j->failed = 1;
         return;
     }
     for (idx panel = begin; panel < end; panel++) {
-        const idx first = panel * breadth, count = min_idx(breadth, j->C - first);
-        if (j->ahead) {
-            turn(j->w + first * 9 * K, count, 9 * K, turned);
-            const idx step_o = j->together ? 9 * PANEL : PANEL, step_t = j->together ? PANEL : K * PANEL;
-            winograd_gx(j, first, count, turned, step_o, step_t, space);
-        } else if (j->gx) { /* the kernel turned round */
-            winograd_gx(j, first, count, j->w + 8 * j->C + first, 9 * j->C, -j->C, space);
-        }
+        const idx first = panel * j->breadth, count = min_idx(j->breadth, j->C - first);
+        if (j->gx) winograd_gx(j, first, count, turned, space);
         if (j->gw) winograd_gw(j, first, count, space);
     }
     free(space), free(turned);
