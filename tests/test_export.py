@@ -70,9 +70,9 @@ def batch(count: int = 3, size=(13, 18), maps: bool = False):
     return x, target
 
 
-def planned(name: str, maps: bool = False) -> nn.Module:
+def planned(name: str, maps: bool = False, **options) -> nn.Module:
     model = small(maps)
-    gf.convert(model, PLANS[name], example=batch(2)[0])
+    gf.convert(model, PLANS[name], **(options or {"example": batch(2)[0]}))
     return model
 
 
@@ -87,6 +87,20 @@ def test_one_step_in_float64(plan, maps, large, tmp_path):
     loss = folder.step(x, target)
     expected = in_pytorch(model, x, target, optimizer)
     assert_close(folder.values | {"loss": np.array(loss)}, expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("plan", ["galerkin grid", "galerkin patch", "mixed", "exact"])
+@pytest.mark.parametrize("how", ["no example", "layer"])
+def test_a_plan_without_the_engine(how, plan, tmp_path):
+    """Its constants are results of einsum, whose elements may share their memory."""
+    x, target = batch()
+    options = {"engine": "auto"} if how == "no example" else {"engine": "layer", "example": x}
+    model = planned(plan, **options)
+    folder = exported.exported(model, x, target, tmp_path)
+    folder.step(x, target)
+    expected = in_pytorch(model, x, target, optimizer_of(model, torch.optim.SGD))
+    expected.pop("loss")
+    assert_close(folder.values, expected, TOLERANCE)
 
 
 OPTIMIZERS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -78,4 +79,4 @@ def _computed(tree) -> bool:
 
 def _own(x):
     """A constant that an operator may write to."""
-    return x.clone() if isinstance(x, Tensor) else x
+    return x.clone(memory_format=torch.contiguous_format) if isinstance(x, Tensor) else x
