@@ -1,5 +1,7 @@
 """An exported step is the step that PyTorch takes, for every kind of plan."""
 
+import copy
+
 import exported
 import networks
 import numpy as np
@@ -183,6 +185,40 @@ def test_activations_that_write_in_place(act, last, tmp_path):
     ).double()  # fmt: skip
     x, target = batch(3)
     gf.convert(model, gf.GalerkinFilter(grid=3), example=x, last=last)
+    folder = exported.exported(model, x, target, tmp_path)
+    folder.step(x, target)
+    expected = in_pytorch(model, x, target, optimizer_of(model, torch.optim.SGD))
+    expected.pop("loss")
+    assert_close(folder.values, expected, TOLERANCE)
+
+
+class Last(nn.LayerNorm):
+    """Over the channels of a map, which come last for it."""
+
+    def forward(self, x):
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+NORMS = [Last(4), nn.GroupNorm(2, 4), nn.PReLU(4), nn.Softsign(), nn.LogSigmoid(), nn.CELU()]
+
+
+@pytest.mark.parametrize("engine", ["auto", "layer"])
+@pytest.mark.parametrize("inner", NORMS, ids=lambda m: type(m).__name__)
+def test_what_pytorch_itself_writes_with_other_operators(inner, engine, tmp_path):
+    """Norms with parameters of their own, which are trained too."""
+    torch.manual_seed(0)
+    own = copy.deepcopy(inner)
+    for p in own.parameters():
+        nn.init.uniform_(p)
+    shuffled = nn.Sequential(
+        nn.PixelUnshuffle(2), nn.Conv2d(16, 32, 1), nn.GLU(1), nn.PixelShuffle(2)
+    )
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, CLASSES)]
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, 2, 1), own, shuffled, nn.Conv2d(4, 4, 3), *head
+    ).double()
+    x, target = batch(3, (16, 20))
+    gf.convert(model, gf.GalerkinFilter(grid=3), example=x, engine=engine)
     folder = exported.exported(model, x, target, tmp_path)
     folder.step(x, target)
     expected = in_pytorch(model, x, target, optimizer_of(model, torch.optim.SGD))

@@ -180,13 +180,42 @@ def test_what_cannot_be_exported_is_told(tmp_path):
         other, x, target = converted("mobilenet_v2", method, 32, last=2)
         with pytest.raises(ValueError, match=why) as told:
             gf.export(other, x, target, tmp_path)
-        trained = (n for n, p in other.named_parameters() if p.requires_grad)
-        layer = next(n for n in trained if n.endswith("weight")).removesuffix(".weight")
-        assert f"layer {layer!r} has {method!r}" in str(told.value)
+        layers = [
+            n for n, m in other.named_modules() if hasattr(m, "gf") and m.weight.requires_grad
+        ]
+        assert any(f"layer {name!r} has {method!r}" in str(told.value) for name in layers)
     batched, x, target = converted("mobilenet_v2", gf.Exact(), 32, norm="batch")
     with pytest.raises(ValueError, match="frozen"):
         gf.export(batched.train(), x, target, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+REFUSED = {
+    "reflection_pad2d": nn.ReflectionPad2d(1),
+    "replication_pad2d": nn.Conv2d(4, 4, 3, padding=1, padding_mode="replicate"),
+    "upsample_bicubic2d": nn.Upsample(scale_factor=2, mode="bicubic"),
+    "adaptive_max_pool2d": nn.AdaptiveMaxPool2d(2),
+    "no_stats": nn.InstanceNorm2d(4),
+    "gradient of a transposed convolution": nn.ConvTranspose2d(4, 4, 2, 2),
+    "not of two dimensions": nn.Conv1d(4, 4, 3),
+    "written in place": nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_a_layer_without_a_form_is_told_by_name(why, tmp_path):
+    """One that no method is for, beside a layer with a method that need not have a form."""
+    torch.manual_seed(0)
+    inner, x = copy.deepcopy(REFUSED[why]), torch.randn(2, 3, 12, 12)
+    if isinstance(inner, nn.Conv1d):
+        inner = nn.Sequential(nn.Flatten(2), inner, nn.Unflatten(2, (-1, 1)))
+    front = nn.Sequential(
+        nn.Conv2d(3, 4, 3, 2), nn.ReLU(), nn.Sequential(inner), nn.Conv2d(4, 4, 1)
+    )
+    model = nn.Sequential(front, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
+    gf.convert(model, {"*": gf.Exact(), "0.3": gf.WalshHadamard()}, example=x)
+    with pytest.raises(ValueError, match=rf"{why}.*, in module '0\.2\.0[.1]*'$"):
+        gf.export(model, x, torch.tensor([0, 1]), tmp_path)
 
 
 def some_layers() -> tuple[nn.Sequential, torch.Tensor, torch.Tensor]:

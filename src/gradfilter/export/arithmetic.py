@@ -229,6 +229,7 @@ OPERATORS = {
     "erf": unary("Erf"),
     "floor": unary("Floor"),
     "sign": unary("Sign"),
+    "sgn": unary("Sign"),
     "relu": relu,
     "logical_not": unary("Not"),
     "bitwise_not": unary("Not"),

@@ -50,11 +50,13 @@ def no_exact_gradient(trace: Trace, model: nn.Module, parameters: list[str], gra
 
 @contextmanager
 def naming_methods(model: nn.Module):
-    """Say with what has no form in a graph which layer it can be due to."""
+    """Say with what has no form in a graph which method it can be due to."""
     try:
         yield
     except NoForm as error:
         for name, m in model.named_modules():
+            if error.where not in ("", name):  # of a module that is known, and another one
+                continue
             if hasattr(m, "gf") and m.weight.requires_grad and type(m.gf.method) not in ANYWHERE:
                 told = f"{error}; layer {name!r} has {m.gf.method!r}: give it another method"
                 raise NoForm(told) from error

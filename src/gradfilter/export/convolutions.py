@@ -32,6 +32,8 @@ def padded(c, call, x, padding) -> tuple[Operand, list[int]]:
 
 
 def convolution(c, call, x, w, b, stride, padding, dilation, transposed, extra, groups):
+    if len(w.shape) != 4:
+        raise ValueError("export: a convolution that is not of two dimensions is not supported")
     if transposed:
         return _transposed(c, call, x, w, b, stride, padding, dilation, extra, groups)
     x, pads = padded(c, call, x, padding)

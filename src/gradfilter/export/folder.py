@@ -188,7 +188,7 @@ class _Traced:
         self.free = export.batch is None
         self.tensors = tensors(count)
         with _warmed(model, export.example[:count]) as self.convolutions:
-            self.trace = traced(function, self.tensors)
+            self.trace = traced(function, self.tensors, model)
         if self.free:
             with _warmed(model, export.example):
                 align(self.trace, traced(function, tensors(count + 1)), (count, count + 1))

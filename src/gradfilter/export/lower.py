@@ -36,7 +36,10 @@ class Lowering:
         """Write all calls; gives what the step gives."""
         self.values = {call: (x,) for call, x in zip(trace.inputs, inputs, strict=True)}
         for call in trace.calls:
-            found = self._call(call)
+            try:
+                found = self._call(call)
+            except ValueError as error:
+                raise NoForm(str(error), call.where) from error
             self.values[call] = tuple(found) if isinstance(found, tuple | list) else (found,)
         return [self.whole(self.value(x)) for x in trace.outputs]
 
@@ -52,7 +55,7 @@ class Lowering:
         if call.fixed and not _computed((args, kwargs)):
             return call.target(*tree_map(_own, args), **kwargs)
         if call.name not in OPERATORS:
-            raise NoForm(f"export: there is no ONNX form of {call.target} here")
+            raise ValueError(f"export: there is no ONNX form of {call.target} here")
         body = OPERATORS[call.name]
         if call.name in arithmetic.PIECEWISE and any(isinstance(a, Pieces) for a in args):
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -20,12 +20,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradfilter import kernels
 from gradfilter.export import recorded
+from gradfilter.export.where import Where
 from gradfilter.region import engine
 
 aten = torch.ops.aten
 # PyTorch would write these with indices, for which there are matrices here
 WHOLE = {aten.upsample_nearest2d.default, aten.upsample_bilinear2d.default}
 SAME = {aten.clone.default, aten.detach.default, aten.alias.default, aten.lift_fresh.default}
+STRIDED = {aten.as_strided.default, aten.as_strided_.default}
 RESHAPES = {
     aten._unsafe_view.default: aten.view.default,
     aten._reshape_alias.default: aten.view.default,
@@ -33,7 +35,11 @@ RESHAPES = {
 
 
 class NoForm(ValueError):
-    """Something that a step does and a static graph cannot do."""
+    """Something that a step does and a static graph cannot do; with the module that does it."""
+
+    def __init__(self, told: str, where: str = ""):
+        super().__init__(f"{told}, in module {where!r}" if where else told)
+        self.where = where
 
 
 @dataclass(eq=False, repr=False)
@@ -45,6 +51,7 @@ class Call:
     kwargs: dict
     shapes: list = field(default_factory=list)  # of its results
     dtypes: list = field(default_factory=list)
+    where: str = ""  # the module that made it, "" where that is not known
     fixed: bool = True  # whether nothing in it depends on the number of images
     read: dict[int, int] = field(default_factory=dict)  # result -> how often it is read
 
@@ -78,16 +85,17 @@ class Trace:
     outputs: list[Result | Tensor]
 
 
-def traced(function: Callable, tensors: list[Tensor]) -> Trace:
+def traced(function: Callable, tensors: list[Tensor], model: nn.Module | None = None) -> Trace:
     """What a function runs on these tensors, which it gives a tuple of tensors for.
 
-    It runs twice: what is worked out once for each size must not be part of the trace.
+    It runs twice: what is worked out once for each size must not be part of the trace. Its calls
+    know the module of `model` that made them.
     """
-    recorder = Recorder()
+    recorder = Recorder(Where(model))
     inputs = [recorder.input(t) for t in tensors]
     with kernels.using(recorded), engine.traced():
         function(*tensors)
-        with recorder:
+        with recorder, recorder.where.noted():
             outputs = function(*tensors)
     return _living(Trace(inputs, recorder.calls, [recorder.value(t) for t in outputs]))
 
@@ -95,8 +103,9 @@ def traced(function: Callable, tensors: list[Tensor]) -> Trace:
 class Recorder(TorchDispatchMode):
     """Writes down the operators that run while it is on."""
 
-    def __init__(self):
+    def __init__(self, where: Where):
         super().__init__()
+        self.where = where
         self.calls: list[Call] = []
         self.values = WeakIdKeyDictionary()  # tensor -> Result
 
@@ -123,11 +132,15 @@ class Recorder(TorchDispatchMode):
             if found is not NotImplemented:
                 return found
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise NoForm(f"export: the step draws random numbers ({func})")
+            raise NoForm(f"export: the step draws random numbers ({func})", self.where.now)
         known = tree_map(self.value, (args, kwargs))
+        before = _order(args[0]) if func in STRIDED else None
         found = func(*args, **kwargs)
+        if before is not None and before == _order(found):
+            func, known = aten.view.default, ((known[0][0], list(found.shape)), {})
         if func is aten._local_scalar_dense.default and isinstance(known[0][0], Result):
-            raise NoForm("export: the step reads a number out of a tensor, and goes by it")
+            told = "export: the step reads a number out of a tensor, and goes by it"
+            raise NoForm(told, self.where.now)
         self._note(func, known, args, found)
         return found
 
@@ -145,13 +158,14 @@ class Recorder(TorchDispatchMode):
                     self.values[t] = Result(call, i)
             return
         if func.namespace != "aten" or len(results) != 1 or results[0] is not args[0]:
-            raise NoForm(f"export: {func} writes in place in a way that is not known here")
+            told = f"export: {func} writes in place in a way that is not known here"
+            raise NoForm(told, self.where.now)
         self._written(args[0], Result(call))
 
     def add(self, func, args, kwargs, results) -> Call:
         shapes = [tuple(t.shape) if isinstance(t, Tensor) else None for t in results]
         dtypes = [t.dtype if isinstance(t, Tensor) else None for t in results]
-        self.calls.append(Call(func, args, kwargs, shapes, dtypes))
+        self.calls.append(Call(func, args, kwargs, shapes, dtypes, self.where.now))
         return self.calls[-1]
 
     def _written(self, t: Tensor, value: Result) -> None:
@@ -176,10 +190,16 @@ class Recorder(TorchDispatchMode):
             return self._call(aten.slice.Tensor, value, *place, like=other)
         if _apart(other, t):
             return before
-        raise ValueError("export: a part of a map is written in place in a way not known here")
+        told = "export: a part of a map is written in place in a way not known here"
+        raise NoForm(told, self.where.now)
 
     def _call(self, func, *args, like: Tensor) -> Result:
         return Result(self.add(func, args, {}, [like]))
+
+
+def _order(t: Tensor) -> tuple[int, int] | None:
+    """Tells whether two tensors are the same elements in the same order; None where not known."""
+    return (t.storage_offset(), t.numel()) if t.is_contiguous() else None
 
 
 def _plain(func):
@@ -252,5 +272,7 @@ def decompositions() -> dict:
         "silu_backward", "softplus", "softplus_backward", "tanh_backward", "linalg_vecdot",
         "_softmax_backward_data", "slice_backward", "select_backward", "native_layer_norm",
         "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward",
+        "_prelu_kernel", "_prelu_kernel_backward", "pixel_shuffle", "pixel_unshuffle", "celu",
+        "glu", "glu_backward", "log_sigmoid_forward", "log_sigmoid_backward",
     ]  # fmt: skip
     return get_decompositions([getattr(aten, name) for name in names])
