@@ -142,7 +142,10 @@ def test_a_damaged_folder_is_refused(folder, photos, tmp_path):
 def test_a_manifest_that_does_not_fit_the_graph_is_refused(folder, photos, tmp_path):
     def renamed(data: bytes) -> bytes:
         about = json.loads(data)
-        about["parameters"] = {f"x{n}": s for n, s in about["parameters"].items()}
+        moves = about["check"]["moves"]
+        for n in list(about["parameters"]):
+            about["parameters"][f"x{n}"] = about["parameters"].pop(n)
+            moves[f"x{n}"] = moves.pop(n)
         return json.dumps(about).encode()
 
     def larger(data: bytes) -> bytes:

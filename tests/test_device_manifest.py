@@ -29,6 +29,13 @@ def within(key: str, **values):
     return lambda data: rewritten(**{key: json.loads(data)[key] | values})(data)
 
 
+def moving(name: str, move: list):
+    """Another move of a tensor."""
+    return lambda data: within("check", moves=json.loads(data)["check"]["moves"] | {name: move})(
+        data
+    )
+
+
 @pytest.mark.parametrize(
     "change, why",
     [
@@ -74,6 +81,11 @@ def test_a_manifest_that_does_not_fit_is_refused(folder, photos, change, why, tm
         (within("check", losses=[]), "its 'check'"),
         (within("check", rate=None), "its 'check'"),
         (within("check", images="2"), "its 'check'"),
+        (within("check", moves=None), "its 'check'"),
+        (within("check", moves={}), "its 'check'"),
+        (moving("0.weight", [1.0] * 4), "its 'check'"),
+        (moving("0.weight", ["1"] * 5), "its 'check'"),
+        (moving("9.weight", [1.0] * 5), "its 'check'"),
         (within("pictures", mean=None), "it needs 3 of 'mean'"),
         (within("pictures", mean=["1", "2", "3"]), "its 'mean'"),
         (within("pictures", mean=[float("nan")] * 3), "its 'mean'"),
@@ -101,6 +113,14 @@ def test_an_export_for_programs_of_ones_own_is_tested_too(folder, tmp_path):
     """It does not say how to read pictures."""
     other = changed(folder, tmp_path / "other", "manifest.json", rewritten(pictures=None))
     assert "ok: losses" in run("self-test", "--model", other, "--threads", 1).stdout
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -1.0])
+def test_moves_that_are_not_pytorchs_are_refused(folder, number, tmp_path):
+    change = moving("0.weight", [number] * 5)
+    other = changed(folder, tmp_path / "other", "manifest.json", change)
+    done = run("self-test", "--model", other, "--threads", 1)
+    assert refused(done, "do not change 0.weight as PyTorch's do (1 of")
 
 
 def test_the_self_test_asks_for_scores(folder, tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST, TRAIN, PREDICT = "manifest.json", "train.onnx", "predict.onnx"
 PROBE, IN_BLOCKS = "probe.onnx", "-blocked.onnx"  # the end of the name of a graph in blocks
 PARAMETERS, CONSTANTS = "parameters.npz", "constants.bin"
@@ -24,6 +24,7 @@ NEEDED = {
 }  # fmt: skip
 TASKS = {"classification": 1, "segmentation": 3}  # axes of the targets
 LARGEST = 3e38  # of float32
+SUMS = 4  # beside its norm, that the manifest has of the change of a tensor
 
 
 class Unusable(ValueError):
@@ -202,7 +203,8 @@ def _right(found: dict) -> dict[str, bool]:
         "rows": all(isinstance(n, str) and n in found["parameters"] for n in found["rows"]),
         "optimizer": isinstance(found["optimizer"].get("name"), str),
         "recipe": isinstance(found.get("recipe", {}), dict),
-        "check": _can_be_checked(found["check"], batch),
+        "check": _can_be_checked(found["check"], batch)
+        and _can_be_moves(found["check"].get("moves"), {*found["parameters"], *found["state"]}),
     }
 
 
@@ -212,10 +214,20 @@ def _can_be_checked(check: dict, batch: int | None) -> bool:
     return (
         isinstance(losses, list)
         and len(losses) > 0
-        and all(type(loss) is float or _numbers([loss]) for loss in losses)
+        and _any_numbers(losses)
         and _numbers([check.get("rate")])
         and _whole(count)
         and batch in (None, count)
+    )
+
+
+def _can_be_moves(moves, names: set[str]) -> bool:
+    """Whether these are a norm and sums for every tensor, which need not be finite."""
+    return (
+        isinstance(moves, dict)
+        and moves.keys() == names
+        and all(isinstance(m, list) and len(m) == 1 + SUMS for m in moves.values())
+        and all(map(_any_numbers, moves.values()))
     )
 
 
@@ -248,6 +260,11 @@ def _sizes(x) -> bool:
 def _numbers(x) -> bool:
     """Whether it is a list of numbers that float32 has."""
     return isinstance(x, list) and all(type(v) in (int, float) and abs(v) < LARGEST for v in x)
+
+
+def _any_numbers(x: list) -> bool:
+    """Whether it is a list of numbers, of which any may be infinite or none."""
+    return all(type(v) is float or _numbers([v]) for v in x)
 
 
 def _digest(path: Path) -> str:

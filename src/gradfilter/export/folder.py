@@ -25,6 +25,7 @@ from gradfilter.export.onebyone import one_by_one
 from gradfilter.export.optimizers import understood
 from gradfilter.export.probe import probe
 from gradfilter.export.products import accumulate, by_outputs, by_rows
+from gradfilter.export.selfcheck import check
 from gradfilter.export.step import (
     TrainingStep,
     as_row,
@@ -37,8 +38,7 @@ from gradfilter.export.step import (
 from gradfilter.export.trace import traced
 from gradfilter.order import evaluating
 
-FORMAT = 2
-CHECK_STEPS, CHECK_RATE = 3, 0.01
+FORMAT = 3
 TRAIN, PREDICT, CONSTANTS = "train.onnx", "predict.onnx", "constants.bin"
 PROBE, IN_BLOCKS = "probe.onnx", "-blocked.onnx"  # the end of the name of a graph in blocks
 PARAMETERS, MANIFEST = "parameters.npz", "manifest.json"
@@ -165,19 +165,10 @@ class Export:
         return about | ({} if runner is None else runner.about())
 
     def _check(self) -> dict:
-        """A few steps of PyTorch itself, for a device to compare its own with."""
-        random = np.random.RandomState(0)  # whose stream NumPy keeps fixed
-        images = random.standard_normal(self.example[: self.count].shape)
-        outputs = self.predict.outputs[0][1].shape[1]
-        targets = random.randint(outputs, size=tuple(self.target[: self.count].shape))
-        given = [torch.from_numpy(images).to(self.example.dtype), torch.from_numpy(targets).long()]
-        now = [*shaped(self.parameters).values(), *self.state.values()]
-        rate, losses = torch.tensor(CHECK_RATE, dtype=self.example.dtype), []
+        start = {"parameters": shaped(self.parameters), "state": self.state}
+        given = self.example[: self.count], self.target[: self.count]
         with evaluating(self.model):
-            for _ in range(CHECK_STEPS):
-                *now, loss = self.step(*now, rate, *given)[: len(now) + 1]
-                losses.append(float(loss))
-        return {"images": self.count, "rate": CHECK_RATE, "losses": losses}
+            return check(self.step, start, *given, self.predict.outputs[0][1].shape[1])
 
 
 class _Traced:
