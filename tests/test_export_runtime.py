@@ -278,6 +278,24 @@ def test_a_parameter_with_a_name_of_the_graphs_own_is_refused(name, tmp_path):
             gf.export(model, x, target, tmp_path / own)
 
 
+def test_a_parameter_with_the_name_of_those_that_are_joined(tmp_path):
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(4), nn.Flatten())
+    joint = nn.ParameterList([torch.randn(64, 70) * 0.1, torch.randn(70)])
+    network = networks.Call(
+        lambda m, x: m.inner(x) @ m.joint[0] + m.joint[1], inner=inner, joint=joint
+    )
+    x, target = torch.randn(2, 3, 12, 12), torch.tensor([0, 1])
+    gf.convert(network, gf.Exact(), example=x)
+    optimizer = optimizer_of(network, torch.optim.SGD, momentum=0.9)
+    folder = exported.exported(network, x, target, tmp_path, exported.runtime, optimizer=optimizer)
+    folder.step(x, target)
+    expected = in_pytorch(network, x, target, optimizer)
+    assert "joint.0" in expected
+    expected.pop("loss")
+    assert_close(folder.values, expected, 1e-4)
+
+
 def test_an_optimizer_of_other_parameters_is_refused(tmp_path):
     model, x, target = some_layers()
     for other, why in (

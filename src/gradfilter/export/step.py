@@ -85,7 +85,10 @@ def together(parameters: State, shares: dict[str, float]) -> dict[str, list[str]
         if not as_row(p):
             small.setdefault(shares.get(name, 1.0), []).append(name)
     for i, names in enumerate(small.values()):
-        groups[names[0] if len(names) == 1 else f"{JOINT}.{i}"] = names
+        joint = f"{JOINT}.{i}"
+        while joint in parameters:  # a parameter may have any name
+            joint += "_"
+        groups[names[0] if len(names) == 1 else joint] = names
     return groups
 
 
