@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from hashlib import sha256
 
 import numpy as np
 import pytest
@@ -121,6 +122,43 @@ def test_moves_that_are_not_pytorchs_are_refused(folder, number, tmp_path):
     other = changed(folder, tmp_path / "other", "manifest.json", change)
     done = run("self-test", "--model", other, "--threads", 1)
     assert refused(done, "do not change 0.weight as PyTorch's do (1 of")
+
+
+@pytest.mark.parametrize(
+    "kind, why", [("float64", "does not fit"), ("object", "cannot be read"), (None, "cannot be")]
+)
+def test_parameters_of_another_type_are_refused(folder, photos, kind, why, tmp_path):
+    """With a hash that is theirs."""
+    other = shutil.copytree(folder, tmp_path / "other")
+    path = other / "parameters.npz"
+    with np.load(path) as file:
+        values = {name: file[name] for name in file.files}
+    if kind is None:
+        path.write_bytes(b"no parameters")
+    else:
+        np.savez(path, **{name: a.astype(kind) for name, a in values.items()})
+    hashes = {"parameters.npz": sha256(path.read_bytes()).hexdigest()}
+    manifest = other / "manifest.json"
+    manifest.write_bytes(within("files", **hashes)(manifest.read_bytes()))
+    for command in (("train", photos), ("self-test",)):
+        done = run(*command, "--model", other, "--threads", 1)
+        assert refused(done, f"parameters.npz {why}")
+
+
+def test_a_run_of_another_export_is_refused(folder, photos, tmp_path):
+    assert run("train", photos, "--model", folder, "--run", tmp_path / "run").returncode == 0
+    other = exported(tmp_path / "other", photos, batch=5)
+    picture = sorted((photos / "test").rglob("*.png"))[0]
+    for command in (("train", photos), ("predict", picture), ("status",)):
+        done = run(*command, "--model", other, "--run", tmp_path / "run")
+        assert refused(done, "is of another export")
+        assert "epoch" not in done.stdout
+
+
+def test_predict_without_a_runner_is_refused_in_one_line(folder, photos, tmp_path):
+    other = changed(folder, tmp_path / "other", "manifest.json", rewritten(pictures=None))
+    picture = sorted((photos / "test").rglob("*.png"))[0]
+    assert refused(run("predict", picture, "--model", other), "does not say how to read pictures")
 
 
 def test_the_self_test_asks_for_scores(folder, tmp_path):

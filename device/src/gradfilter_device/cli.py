@@ -48,9 +48,9 @@ def predict(args: argparse.Namespace) -> None:
     model = Exported(args.model)
     if model.masks:
         check_stems(args.images)
+    classes, broken = model.pictures["classes"], 0
     tester = Tester(model, trained(model, args), args.threads)
     feeder = Feeder(model, [], 0, False, Skipped(Path()))
-    classes, broken = model.pictures["classes"], 0
     for path in args.images:
         try:
             image = photos.picture(path)
@@ -107,9 +107,14 @@ def trained(model: Exported, args: argparse.Namespace) -> dict:
         print("not trained here yet: these are the exported parameters", file=sys.stderr)
         return model.start()
     values, about = found
+    check_export(model, about)
+    return values
+
+
+def check_export(model: Exported, about: dict) -> None:
+    """Refuse the checkpoint of a run of another network."""
     if about["export"] != model.digest:
         raise Unusable("the run is of another export; give the one it was trained with")
-    return values
 
 
 def status(args: argparse.Namespace) -> None:
@@ -130,6 +135,7 @@ def status(args: argparse.Namespace) -> None:
         print("training    not begun")
         return
     about = found[1]
+    check_export(model, about)
     total = about["options"]["epochs"]
     print(
         f"training    step {about['step']}, batches of {about['options']['batch']}, "

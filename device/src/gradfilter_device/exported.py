@@ -68,11 +68,18 @@ class Exported:
 
     def start(self) -> Values:
         """The parameters as exported and the optimizer's state before the first step."""
-        with np.load(self.folder / PARAMETERS) as file:
-            found = {name: file[name] for name in file.files}
+        path, found = self.folder / PARAMETERS, {}
+        try:
+            with np.load(path) as file:
+                found = {name: file[name] for name in file.files}
+        except MemoryError:
+            raise
+        except Exception as error:  # NumPy and zipfile fail in many ways
+            raise Unusable(f"{path} cannot be read: {first_line(error)}") from error
         for name, shape in self.parameters.items():
-            if name not in found or list(found[name].shape) != shape:
-                raise Unusable(f"{self.folder / PARAMETERS} does not fit {MANIFEST}: {name}")
+            own = found.get(name)
+            if own is None or list(own.shape) != shape or own.dtype != self.dtype:
+                raise Unusable(f"{path} does not fit {MANIFEST}: {name}")
         return found | {name: np.zeros(s, self.dtype) for name, s in self.state.items()}
 
     def session(self, name: str, threads: int = 0):
@@ -124,8 +131,8 @@ class Exported:
                 str(self.folder / name), options, providers=["CPUExecutionProvider"]
             )
         except Exception as error:  # the runtime has exceptions of its own
-            first = str(error).strip().partition("\n")[0]
-            raise Unusable(f"ONNX Runtime cannot load {self.folder / name}: {first}") from error
+            told = f"ONNX Runtime cannot load {self.folder / name}: {first_line(error)}"
+            raise Unusable(told) from error
         return session
 
     def _check_hash(self, name: str, expected: str) -> None:
@@ -155,6 +162,10 @@ class Exported:
             wrong = [n for n in names if found.get(n) != expected.get(n)]
             if wrong:
                 raise Unusable(f"{MANIFEST} does not fit {name}: {wrong[0]}")
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _described(tensors) -> dict[str, tuple[list[int | None], str]]:
