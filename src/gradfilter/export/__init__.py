@@ -82,9 +82,10 @@ def export(
     `gradfilter-device` how to feed it; a program of your own can do without.
 
     The folder gets `train.onnx`, `predict.onnx`, `constants.bin` (what does not change, for both),
-    `parameters.npz` and `manifest.json`; beside a graph with depthwise layers also a faster one
-    where the runtime has the kernels, as on x86 (`train-blocked.onnx`). `gradfilter-device` trains
-    with it, or any program that has ONNX Runtime.
+    `parameters.npz` and `manifest.json`; beside a graph whose depthwise layers, or whose first
+    layer, are trained also a faster one where the runtime has the kernels, as on x86
+    (`train-blocked.onnx`). `gradfilter-device` trains with it, or any program that has ONNX
+    Runtime.
     """
     from gradfilter.export.folder import Export
 
