@@ -11,7 +11,7 @@ from torch import nn
 
 import gradfilter as gf
 from gradfilter.kernels import cpu_library
-from gradfilter.region import record, record_backward, tape
+from gradfilter.region import kept, record, record_backward, tape
 from gradfilter.region.run import Runner
 from gradfilter.region.tape import WHOLE, Map, Tape
 
@@ -91,18 +91,20 @@ def taped(model: nn.Module) -> tuple[int, int]:
 def poisoned(monkeypatch):
     """Memory that was not written holds NaN."""
 
-    def empty(*shape, **options):
-        return torch.full(shape[0] if isinstance(shape[0], tuple) else shape, torch.nan).contiguous(
-            **options
-        )
+    def empty(*shape, memory_format=torch.contiguous_format, **form):
+        shape = shape[0] if isinstance(shape[0], tuple) else shape
+        return torch.full(shape, torch.nan, **form).contiguous(memory_format=memory_format)
+
+    def strided(*layout, **form):
+        return torch.empty_strided(*layout, **form).fill_(torch.nan)
 
     class Poisoned:
         def __getattr__(self, name):
             return own.get(name) or getattr(torch, name)
 
-    own = {"empty": empty, "empty_strided": lambda *a: torch.empty_strided(*a).fill_(torch.nan)}
+    own = {"empty": empty, "empty_strided": strided}
 
-    for module in (tape, record, record_backward):
+    for module in (tape, kept, record, record_backward):
         monkeypatch.setattr(module, "torch", Poisoned())
 
 

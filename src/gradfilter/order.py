@@ -20,8 +20,9 @@ def call(model: nn.Module, example):
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while: nothing random, no statistics updated, flags put back."""
+    """Evaluation mode for a while: nothing random; flags and buffers are put back."""
     modes = {module: module.training for module in model.modules()}
+    buffers = [(b, b._version, b.detach().clone()) for b in model.buffers() if not b.is_inference()]
     for module in modes:
         module.training = False
     try:
@@ -29,6 +30,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+        with torch.no_grad():
+            for b, version, before in buffers:
+                if b._version != version:  # a backward pass may still want it as it is
+                    b.copy_(before)
 
 
 def first_calls(model: nn.Module, example) -> Calls:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradfilter.kernels import eager
-from gradfilter.kernels.cpu_library import library
+from gradfilter.kernels.cpu_library import FLOATS, library
 from gradfilter.kernels.eager import Act, Pair, Stats, activation, pool_reach, pool_size
 from gradfilter.layers import ConvOp
 
@@ -55,7 +55,7 @@ def _vectors(scale: Tensor | None, shift: Tensor | None, c: int) -> tuple[Tensor
 
 
 def _map(n: int, c: int, h: int, w: int) -> Tensor:
-    return torch.empty((n, c, h, w), memory_format=torch.channels_last)
+    return torch.empty((n, c, h, w), memory_format=torch.channels_last, **FLOATS)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -145,7 +145,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     if not b.is_contiguous() or not (a.is_contiguous() or a.T.is_contiguous()):
         a, b = a.contiguous(), b.contiguous()
     steps = (k, 1) if a.is_contiguous() else (1, m)
-    c = torch.empty((m, n))
+    c = torch.empty((m, n), **FLOATS)
     _check(library().gf_product(
         a.data_ptr(), b.data_ptr(), c.data_ptr(), *steps, m, n, k, torch.get_num_threads()
     ))
@@ -198,7 +198,7 @@ def depthwise_grid_backward(
     g, x, w = _channels_last(g), _channels_last(x), _floats(w, c * kh * kw)
     taps_h, taps_w = _floats(taps_h, kh * p1 * q1), _floats(taps_w, kw * p2 * q2)
     gx = _map(n, c, q1, q2) if need_gx else None
-    gw = torch.empty((c, 1, kh, kw)) if need_gw else None
+    gw = torch.empty((c, 1, kh, kw), **FLOATS) if need_gw else None
     if need_gx or need_gw:
         _check(library().gf_grid_backward(
             g.data_ptr(), x.data_ptr(), w.data_ptr(), taps_h.data_ptr(), taps_w.data_ptr(),
@@ -231,7 +231,8 @@ def max_pool(
     scale, shift = _vectors(scale, shift, c)
     out = _map(n, c, out_h, out_w)
     mean = _map(n, c, len(first_h), len(first_w)) if stats else None
-    route = torch.empty((n, len(first_h), len(first_w), d1, d2, c)) if stats else None
+    cells = n, len(first_h), len(first_w), d1, d2, c
+    route = torch.empty(cells, **FLOATS) if stats else None
     _check(library().gf_max_pool(
         y.data_ptr(), _pointer(scale), _pointer(shift), out.data_ptr(), _pointer(mean),
         _pointer(route), _integers(*first_h), _integers(*first_w), n, h, w, c, out_h, out_w,
@@ -307,7 +308,7 @@ def pointwise_grid_backward(
     x = _channels_last(x) if need_gw else None
     z = _map(n, o, p, q) if slope is not None and need_z else None
     gx = _map(n, c, p, q) if need_gx else None
-    gw = torch.empty(w.shape) if need_gw else None
+    gw = torch.empty(w.shape, **FLOATS) if need_gw else None
     _check(library().gf_pointwise_backward(
         g.data_ptr(), _pointer(slope), _pointer(scale), area, _pointer(z), _written(sums, o),
         _pointer(x), w.data_ptr(), _pointer(gx), _pointer(gw), _written(dots, o), *into,
@@ -321,7 +322,7 @@ def spread(g: Tensor, taps_h: Tensor, taps_w: Tensor) -> Tensor:
     (n, o, p1, p2), (kh, _, q1), (kw, _, q2) = g.shape, taps_h.shape, taps_w.shape
     g = _channels_last(g)
     taps_h, taps_w = _floats(taps_h, kh * p1 * q1), _floats(taps_w, kw * p2 * q2)
-    seen = torch.empty((n * q1 * q2, o * kh * kw))
+    seen = torch.empty((n * q1 * q2, o * kh * kw), **FLOATS)
     _check(library().gf_spread(
         g.data_ptr(), taps_h.data_ptr(), taps_w.data_ptr(), seen.data_ptr(), n, o, p1, p2, q1, q2,
         kh, kw, torch.get_num_threads(),

@@ -19,6 +19,8 @@ from pathlib import Path
 import torch
 
 SOURCE = Path(__file__).with_name("cpu.c")
+# What the kernels take and give, whatever PyTorch makes where nothing is said.
+FLOATS = {"dtype": torch.float32, "device": torch.device("cpu")}
 # As in setup.py. No -ffast-math: NaN and infinity must come through.
 FLAGS = ["-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
 FLAGS += ["-fvisibility=hidden"]

@@ -280,8 +280,10 @@ def max_pool(
 def _pool_cells(first_h, first_w, d1: int, d2: int, q_shape: Pair, device) -> Tensor:
     """The input patch of each (p1, p2, d1, d2); made once, so that a CUDA graph can be captured."""
     # An edge patch reaches fewer than D patches; its route is zero beyond them.
-    q1 = (torch.tensor(first_h)[:, None] + torch.arange(d1)).clamp_(max=q_shape[0] - 1)  # [P1, D1]
-    q2 = (torch.tensor(first_w)[:, None] + torch.arange(d2)).clamp_(max=q_shape[1] - 1)  # [P2, D2]
+    first_h, first_w = (torch.tensor(first, device="cpu") for first in (first_h, first_w))
+    d1, d2 = (torch.arange(d, device="cpu") for d in (d1, d2))
+    q1 = (first_h[:, None] + d1).clamp_(max=q_shape[0] - 1)  # [P1, D1]
+    q2 = (first_w[:, None] + d2).clamp_(max=q_shape[1] - 1)  # [P2, D2]
     return (q1[:, None, :, None] * q_shape[1] + q2[None, :, None, :]).flatten().to(device)
 
 

@@ -17,11 +17,13 @@ from gradfilter.region.conv import Conv
 from gradfilter.region.lower import Lowering, Outside, Region, regions, shapes_of
 from gradfilter.region.plain import Plain
 from gradfilter.region.run import Runner
-from gradfilter.region.trace import hooked, hooks_of, trace
+from gradfilter.region.trace import called, hooked, hooks_of, trace
 
 TRACING = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
-# What a program takes of modules as it was when it was traced.
-SETTINGS = ("p", "negative_slope", "alpha", "min_val", "max_val")
+# What a program takes of modules as it was when it was traced; of a dropout, whether it drops.
+SETTINGS = ("negative_slope", "alpha", "min_val", "max_val")
+DROPS = "p"
+PROGRAMS = 32  # that an engine remembers
 _training = attrgetter("training")
 _traced: ContextVar[bool] = ContextVar("traced", default=False)
 
@@ -100,7 +102,8 @@ class Program:
         for part in self.parts:
             if isinstance(part, Outside):
                 if part.node.op == "call_module":
-                    found[modules[part.node.target]] = f"layer level: {part.why}"
+                    inside = modules[part.node.target].modules()
+                    found |= dict.fromkeys(inside, f"layer level: {part.why}")
             elif part.method is not None:
                 count += 1
                 region = f"region {count}" + (f" of {name}" if name else "")
@@ -138,11 +141,13 @@ class Engine:
         self.names: list[str] = []
         self.placed: list[nn.Module | None] = []
         self.hooks: list[dict] = []
-        # what the modules have: how many children and parameters, which of them are None, settings
+        # what the modules have: how many children, parameters and buffers, which are None, settings
         self.owned: list[dict] = []
         self.counts: list[int] = []
-        self.missing: tuple[list[dict], list[str]] = [], []
+        self.tensors: tuple[list[dict], list[str]] = [], []
+        self.missing: list[bool] = []
         self.settings: tuple[list[dict], list[str]] = [], []
+        self.drops: tuple[list[dict], list[str]] = [], []
 
     def __deepcopy__(self, memo):
         return Engine(self.fused)  # a copy's programs must hold the copy's modules
@@ -158,12 +163,22 @@ class Engine:
         self.names = [name for m in self.modules for name in m._modules]
         self.placed = [child for m in self.modules for child in m._modules.values()]
         self.hooks = [hooks for m in self.modules for hooks in hooks_of(m)]
-        self.owned = [own for m in self.modules for own in (m._modules, m._parameters)]
+        tables = [(m._parameters, m._buffers) for m in self.modules]
+        self.owned = [m._modules for m in self.modules] + [own for both in tables for own in both]
         self.counts = list(map(len, self.owned))
-        parameters = [(m._parameters, n) for m in self.modules for n, p in m._parameters.items()]
-        self.missing = _columns([(own, n) for own, n in parameters if own[n] is None])
-        attributes = map(vars, self.modules)
-        self.settings = _columns([(own, n) for own in attributes for n in SETTINGS if n in own])
+        self.tensors = _columns([(own, n) for both in tables for own in both for n in own])
+        self.missing = self._missing()
+        attributes = [vars(m) for m in self.modules]
+        known = [(own, n) for own in attributes for n in SETTINGS if n in own]
+        # numbers of containers are part of the graph; whole ones may be counters
+        containers = [vars(m) for m in self.modules if not called(m)]
+        known += [(own, n) for own in containers for n, v in own.items() if type(v) is float]
+        self.settings = _columns(known)
+        self.drops = _columns([(own, DROPS) for own in attributes if DROPS in own])
+
+    def _missing(self) -> list[bool]:
+        """Which parameters and buffers are None."""
+        return list(map(is_, map(dict.get, *self.tensors), repeat(None)))
 
     def _as_seen(self) -> bool:
         """Whether the modules are those that were looked at, with as many parameters each."""
@@ -172,7 +187,7 @@ class Engine:
             bool(self.modules)
             and all(map(is_, map(dict.get, self.tables, self.names), self.placed))
             and list(map(len, self.owned)) == self.counts
-            and all(map(is_, map(dict.get, *self.missing), repeat(None)))
+            and self._missing() == self.missing
         )
 
     def program(self, root: nn.Module, args: tuple) -> Program | str:
@@ -180,6 +195,7 @@ class Engine:
         if not self._as_seen():
             self._look_at(root)
         state = len(args), *map(_training, self.modules), *map(dict.get, *self.settings)
+        state += tuple(map(bool, map(dict.get, *self.drops)))
         if any(self.hooks):
             state += tuple(map(hooked, self.modules))
         sizes = tuple(tuple(a.shape[2:]) for a in args)
@@ -188,6 +204,8 @@ class Engine:
             graph = _trace(root, len(args))
             found = graph if isinstance(graph, str) else Program(root, graph, args, self.fused)
             one_size = not isinstance(found, str) and found.lowered.one_size
+            if len(self.programs) >= PROGRAMS:
+                self.programs.clear()
             self.programs[(sizes, *state) if one_size else state] = found
         return found
 
@@ -212,8 +230,8 @@ class Engined:
     gf_engine: Engine
 
     def forward(self, *args, **kwargs):
-        if not torch.is_grad_enabled() or _observed():
-            return super().forward(*args, **kwargs)
+        if not torch.is_grad_enabled() or _observed() or hasattr(self, "_is_replica"):
+            return super().forward(*args, **kwargs)  # a replica of nn.DataParallel is no copy
         if why := unsuitable(args, kwargs):
             warnings.warn(
                 f"{type(self).__name__} is {why}, so it runs at the layer level instead of by the "

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from gradfilter.kernels.cpu_library import FLOATS
 from gradfilter.region.tape import ALIGNED, Map, Shape
 
 Key = tuple[int, str]  # a value, and what is kept of it
@@ -31,7 +32,7 @@ class Block:
         self.size += m.size
 
     def new(self, images: int) -> Tensor:
-        return torch.empty(self.size * images)
+        return torch.empty(self.size * images, **FLOATS)
 
     def shares(self) -> dict[Key, float]:
         """What part of the block each map takes."""

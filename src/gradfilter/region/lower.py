@@ -16,7 +16,7 @@ from gradfilter.region.activations import FUNCTIONS, activation_of
 from gradfilter.region.conv import Conv
 from gradfilter.region.step import NONE, Act, MaxPool, Step
 from gradfilter.region.steps import Add, Chunk, Concat, DropPath, Gate, Pointwise, Pool, Shuffle
-from gradfilter.region.trace import hooked
+from gradfilter.region.trace import drops_paths, hooked, unobserved
 
 
 @dataclass
@@ -104,7 +104,7 @@ class Lowering:
             return self._act(node, act, x)
         if isinstance(m, nn.Identity) or (isinstance(m, nn.Dropout) and m.p == 0):
             return self._alias(node, x)
-        if type(m).__name__ in ("StochasticDepth", "DropPath"):
+        if drops_paths(m):
             return self._add(node, DropPath, x, module=m) if m.training else self._alias(node, x)
         if isinstance(m, nn.AdaptiveAvgPool2d) and m.output_size in (1, (1, 1)):
             return self._add(node, Pool, x)
@@ -161,9 +161,18 @@ class Lowering:
         if self._users(node) != 1:
             return None
         value = self._value(node)
-        found = (item for item in reversed(self.items) if item.out == value)
-        step = next(found, None)
-        return step if isinstance(step, kind) else None
+        later: list[Outside] = []
+        for item in reversed(self.items):
+            if item.out == value:
+                fits = isinstance(item, kind) and not self._overwritten(item, later)
+                return item if fits else None
+            later += [item] if isinstance(item, Outside) else []
+        return None
+
+    def _overwritten(self, step: Step, later: list[Outside]) -> bool:
+        """Whether one of these nodes overwrites what the step reads, which must then run before."""
+        nodes = [item.node for item in later if self._mutates(item.node)]
+        return any(self._value(node.args[0]) in step.inputs for node in nodes)
 
     def _extend(self, step: Step, node: fx.Node) -> None:
         """The step now writes this node's value, and runs where the node stands."""
@@ -275,7 +284,7 @@ def _usual_norm(m: nn.Module) -> bool:
 
 
 def shapes_of(root: nn.Module, graph: fx.Graph, example: tuple) -> dict[fx.Node, tuple | None]:
-    """The shape of every tensor of the graph, by running it once."""
+    """The shape of every tensor of the graph, by running it once; nothing else notices."""
     shapes: dict[fx.Node, tuple | None] = {}
 
     class Watch(fx.Interpreter):
@@ -284,8 +293,8 @@ def shapes_of(root: nn.Module, graph: fx.Graph, example: tuple) -> dict[fx.Node,
             shapes[n] = tuple(result.shape) if isinstance(result, Tensor) else None
             return result
 
-    with torch.no_grad():
-        Watch(root, graph=graph).run(*example)
+    with torch.no_grad(), unobserved(root):
+        Watch(root, graph=graph).run(*(x.clone() for x in example))
     return shapes
 
 

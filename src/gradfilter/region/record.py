@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from gradfilter.kernels.cpu_library import FLOATS
 from gradfilter.region.kept import Block
 from gradfilter.region.tape import Shape, Spot, Tape
 
@@ -91,4 +92,4 @@ def channels_last(x: Tensor) -> Tensor:
 
 def new(images: int, shape: Shape) -> Tensor:
     c, h, w = shape
-    return torch.empty_strided((images, c, h, w), (c * h * w, 1, w * c, c))
+    return torch.empty_strided((images, c, h, w), (c * h * w, 1, w * c, c), **FLOATS)

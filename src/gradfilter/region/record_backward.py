@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gradfilter.kernels.cpu import ACTS
+from gradfilter.kernels.cpu_library import FLOATS
 from gradfilter.kernels.eager import IDEMPOTENT
 from gradfilter.region import grid
 from gradfilter.region.conv import Conv, Placed
@@ -235,7 +236,9 @@ class BackwardTape(Recorded):
         shape = self.c.tensors[position].shape
         order = torch.channels_last if by_taps else torch.contiguous_format
         strides = torch.empty(shape, memory_format=order).stride()
-        slot = self.slot(("made", step.out, name), lambda c: torch.empty_strided(shape, strides))
+        slot = self.slot(
+            ("made", step.out, name), lambda c: torch.empty_strided(shape, strides, **FLOATS)
+        )
         self.made.append((position, slot))
         return Spot(slot)
 

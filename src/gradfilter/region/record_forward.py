@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from gradfilter.kernels.cpu import ACTS
+from gradfilter.kernels.cpu_library import FLOATS
 from gradfilter.kernels.eager import IDEMPOTENT
 from gradfilter.region import grid
 from gradfilter.region.conv import Conv, Placed
@@ -74,7 +75,7 @@ class ForwardTape(Recorded):
         batch = step.norm is not None and c.batch_norm(step.norm)
         if step.pool is not None or step.shape.mode != "zeros" or batch or not plain(weight):
             return False
-        place, channels = c.place(step, torch.empty((0, *x.shape))), len(weight)
+        place, channels = c.place(step, torch.empty((0, *x.shape), **FLOATS)), len(weight)
         op = place.op
         depthwise = op.groups > 1 and op.groups == channels == x.shape[0] and residual is None
         stem = op.groups == 1 and residual is None and light(weight) and not place.pointwise
@@ -87,7 +88,8 @@ class ForwardTape(Recorded):
         w = self.taps(step.module) if stem else self.parameter(step.module, "weight")
         if depthwise or stem:
             top, _, left, _ = op.padding
-            geometry = torch.tensor([*op.kernel, *op.stride, top, left, *op.dilation])
+            numbers = *op.kernel, *op.stride, top, left, *op.dilation
+            geometry = torch.tensor(numbers, device="cpu")
             sizes = *x.shape[1:], *([x.shape[0]] if stem else []), channels
             self.tape.call(
                 "convolve" if stem else "depthwise",

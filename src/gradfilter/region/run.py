@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from itertools import islice
 from operator import attrgetter
@@ -22,9 +23,11 @@ from gradfilter.region.record import SHORTEST
 from gradfilter.region.record_backward import BackwardTape
 from gradfilter.region.record_forward import ForwardTape
 from gradfilter.region.step import Parameter, Step
+from gradfilter.region.steps import Gate
 from gradfilter.region.wiring import Wiring
 
 SIZES = 256  # image sizes that a region remembers
+WIRINGS = 64  # and sets of trained parameters
 _shape = attrgetter("shape")
 
 
@@ -39,7 +42,7 @@ class Runner:
     """A region with its list of parameters, ready to run on any batch and image size."""
 
     def __init__(self, region: Region):
-        self.region = region
+        self.region, self.told = region, False
         self._begin()
 
     def _begin(self) -> None:
@@ -68,6 +71,10 @@ class Runner:
         self.wirings: dict[tuple[bool, ...], Wiring] = {}
         self.tapes: dict[tuple, Tapes] = {}
         self.fitting: dict[tuple, bool] = {}  # by the shapes of the inputs
+        self.weights = [self.position[id(s.module), "weight"] for s in region.steps if _conv(s)]
+        read = [v for s in region.steps for v in (s.inputs[:1] if _gate(s) else s.inputs)]
+        factors = {s.inputs[1] for s in region.steps if _gate(s)}
+        self.factors = factors.difference(read, region.outputs)  # may be the same for all images
 
     def _tensors(self) -> list[Tensor]:
         return [m._parameters[n] for m, n in self.parameters]
@@ -76,11 +83,11 @@ class Runner:
         tensors = self._tensors()
         if list(map(_shape, tensors)) != self.shapes:  # replaced by others
             self._begin()
-        if not self._fits(inputs):
-            return Plain(self.region)(inputs)
         device = inputs[0].device.type
         cast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if cast else inputs[0].dtype
+        if not self._fits(inputs) or not (cast or self._agree(dtype, tensors)):
+            return self._by_layers(inputs)
         if inputs[0].dtype == torch.float64:  # autocast leaves it alone
             dtype = torch.float64
         inputs = [x.to(dtype).contiguous(memory_format=torch.channels_last) for x in inputs]
@@ -89,6 +96,24 @@ class Runner:
             if torch.is_grad_enabled() and any(flags):
                 return list(_RegionFunction.apply(self, flags, len(inputs), *inputs, *tensors))
             return Forward(self, inputs, tensors, self.wiring((False,) * len(flags))).run()
+
+    def _agree(self, dtype: torch.dtype, tensors: list[Tensor]) -> bool:
+        """Whether the weights are of the type of the maps, or no convolution takes them."""
+        return all([tensors[i].dtype is dtype for i in self.weights])
+
+    def _by_layers(self, inputs: list[Tensor]) -> list[Tensor]:
+        """What PyTorch makes of such inputs, or says of them."""
+        found = Plain(self.region)(inputs)
+        if not self.told and all(map(len, inputs)):
+            self.told = True
+            shapes = ", ".join(str(list(x.shape)) for x in inputs)
+            warnings.warn(
+                f"a region of {len(self.weights)} convolutions was made for maps that differ from "
+                f"{shapes} in more than their number and size, so it runs at the layer level "
+                "instead of by the engine",
+                stacklevel=2,
+            )
+        return found
 
     def _fits(self, inputs: list[Tensor]) -> bool:
         """Whether all steps can read maps of these shapes.
@@ -106,7 +131,10 @@ class Runner:
 
     def _shapes_fit(self, shapes: tuple[torch.Size, ...]) -> bool:
         known = {v: tuple(s) for v, s in zip(self.region.inputs, shapes, strict=True)}
-        if any(len(s) != 4 or s[0] == 0 or s[0] != shapes[0][0] for s in shapes):
+        if any(len(s) != 4 or s[0] == 0 for s in shapes):
+            return False
+        images = max(s[0] for s in shapes)
+        if any(s[0] not in (images, v in self.factors or images) for v, s in known.items()):
             return False
         for step in self.region.steps:
             shape = step.shape_of(*(known[v] for v in step.inputs))
@@ -118,6 +146,9 @@ class Runner:
     def wiring(self, flags: tuple[bool, ...]) -> Wiring:
         found = self.wirings.get(flags)
         if found is None:
+            if len(self.wirings) >= WIRINGS:
+                self.wirings.clear()
+                self.tapes.clear()  # which go by wirings
             found = Wiring(self.region, self.parameters, self.folding, self.position, flags)
             self.wirings[flags] = found
         return found
@@ -137,6 +168,14 @@ class Runner:
         if key not in self.tapes and len(self.tapes) >= SIZES:
             self.tapes.clear()
         return self.tapes.setdefault(key, Tapes({}, {}))
+
+
+def _conv(step: Step) -> bool:
+    return isinstance(step, Conv)
+
+
+def _gate(step: Step) -> bool:
+    return isinstance(step, Gate)
 
 
 class _State:
@@ -172,7 +211,7 @@ class Forward(_State):
         self.dense: dict[int, Tensor] = dict(zip(runner.region.inputs, inputs, strict=True))
         self.saved = Kept({}, {})
         self.notes: dict[object, object] = {}
-        self.images = len(inputs[0])
+        self.images = max(map(len, inputs))
         self.folded = Folded(runner.folding, tensors) if runner.folding else None
         self.places, self.tapes = runner.placed(inputs), runner.taped(inputs, wiring)
         self.here = 0
@@ -254,7 +293,7 @@ class Backward(_State):
     def __init__(self, ctx, tensors, saved: Kept, folded):
         super().__init__(ctx.runner, tensors, ctx.wiring)
         self.places, self.tapes, self.notes = ctx.places, ctx.tapes, ctx.notes
-        self.images = ctx.x_shapes[0][0]
+        self.images = max(shape[0] for shape in ctx.x_shapes)
         self.folded = FoldedGradients(ctx.wiring.folding, folded) if folded else None
         self.saved = saved
         self.grads: dict[int, Tensor] = {}

@@ -138,13 +138,13 @@ class Add(Step):
 
 @dataclass
 class Gate(Step):
-    """A map times one factor per channel [N, C, 1, 1] (squeeze-excite)."""
+    """A map times one factor per channel [N, C, 1, 1] (squeeze-excite), or [1, C, 1, 1]."""
 
     def means(self, trained):
         yield self.inputs[0]
 
     def shape_of(self, x, s):
-        return x if s == (*x[:2], 1, 1) else None
+        return x if s in ((*x[:2], 1, 1), (1, x[1], 1, 1)) else None
 
     def plain(self, c, x, s):
         return x * s
@@ -162,7 +162,8 @@ class Gate(Step):
         size = c.noted(self, "size")
         if s in c.needs:
             area = grid.areas(c.method, size, g.dtype, g.device)
-            c.add(s, (g * c.mean(x) * area).sum((2, 3), keepdim=True))
+            pixels = (2, 3) if len(c.kept(self, "gate")) == len(g) else (0, 2, 3)
+            c.add(s, (g * c.mean(x) * area).sum(pixels, keepdim=True))
         c.add(x, g * c.kept(self, "gate"))
 
 

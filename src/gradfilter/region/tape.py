@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradfilter.kernels.cpu_library import library
+from gradfilter.kernels.cpu_library import FLOATS, library
 
 # The kernels of cpu_tape.c's enum, in its order.
 KERNELS = ["patch_mean", "pointwise", "depthwise", "add", "pointwise_backward", "slope_backward"]
@@ -128,14 +128,14 @@ class Tape:
 
     def play(self, outside: list[Tensor], images: int) -> None:
         """Make the calls; `outside` has a tensor for every slot of its own."""
-        arena = torch.empty(self.whole * images)
+        arena = torch.empty(self.whole * images, **FLOATS)
         addresses = [0, arena.data_ptr(), *[t.data_ptr() for t in outside]]
         bases = (ctypes.c_void_p * len(self.slots))(*addresses)
         scales = (ctypes.c_int64 * len(self.slots))(*[images if s else 1 for s in self.slots])
         scales[WHOLE] = images
         for group in self.groups:
             at_once = min(group.at_once, images)
-            local = torch.empty(group.local * at_once)
+            local = torch.empty(group.local * at_once, **FLOATS)
             bases[LOCAL], scales[LOCAL] = local.data_ptr(), at_once
             failed = library().gf_play(
                 group.words, len(group.words), bases, scales, images, at_once,

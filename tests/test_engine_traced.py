@@ -1,0 +1,259 @@
+"""What a forward pass does beside calling layers, against plain PyTorch.
+
+A graph is written once and does the same at every call; the engine and the layer level share it,
+so that only the model itself can tell whether it is right. With patches of one pixel the engine's
+gradients are PyTorch's.
+"""
+
+import copy
+import random
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradfilter as gf
+
+EXACT = gf.GalerkinFilter(patch=1)
+
+
+def images(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+class Two(nn.Module):
+    """Two convolutions; how they are called is the test's."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 3, padding=1)
+        self.factor, self.calls, self.last = 3.0, 0, None
+        self.register_buffer("std", torch.full((8,), 2.0))
+        self.scale = nn.Parameter(torch.rand(8))
+
+
+class WithoutGradient(Two):
+    def forward(self, x):
+        with torch.no_grad():
+            h = self.a(x)
+        return self.b(h * self.scale[:, None, None])
+
+
+class SwitchedOff(Two):
+    def forward(self, x):
+        torch.set_grad_enabled(False)
+        h = self.a(x)
+        torch.set_grad_enabled(True)
+        return self.b(h * self.scale[:, None, None])
+
+
+class InAutocast(Two):
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            h = self.a(x)
+        return self.b(h.float() * self.scale[:, None, None])
+
+
+class Drawing(Two):
+    def forward(self, x):
+        return self.b(self.a(x) * self.scale[:, None, None] + torch.randn(8, 1, 1))
+
+
+class Skipping(Two):
+    def forward(self, x):
+        h = self.a(x) * self.scale[:, None, None]
+        return self.b(h if random.random() < 0.5 else h * 2)
+
+
+class Counting(Two):
+    def forward(self, x):
+        self.calls += 1
+        return self.b(self.a(x) * self.scale[:, None, None])
+
+
+class Remembering(Two):
+    def forward(self, x):
+        self.last = x.mean()
+        return self.b(self.a(x) * self.scale[:, None, None])
+
+
+class Normalising(Two):
+    def forward(self, x):
+        return self.b(self.a(x) / (2 * self.std)[:, None, None] * self.scale[:, None, None])
+
+
+class Averaging(Two):
+    def forward(self, x):
+        y = self.a(x)
+        self.std.mul_(0.5).add_(y.detach().mean((0, 2, 3)) * 0.5)
+        return self.b(y * self.scale[:, None, None] * self.std[:, None, None])
+
+
+class Multiplying(Two):
+    def forward(self, x):
+        return self.b(self.a(x) * self.scale[:, None, None] * self.factor)
+
+
+def step(model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
+    model.zero_grad()
+    y = model(x)
+    y.square().sum().backward()
+    return {"y": y.detach()} | {n: p.grad for n, p in model.named_parameters()}
+
+
+def both(kind: type[Two], x: Tensor) -> tuple[nn.Module, nn.Module]:
+    plain = kind()
+    engine = copy.deepcopy(plain)
+    gf.convert(engine, EXACT, example=x)
+    engine.calls, engine.last = 0, None  # to be converted, a model is run
+    return engine, plain
+
+
+def assert_like_plain(engine: nn.Module, plain: nn.Module, x: Tensor) -> None:
+    """Output, gradients, buffers and random numbers of three steps."""
+    for i in range(3):
+        found, expected = [], []
+        for model, seen in ((engine, found), (plain, expected)):
+            torch.manual_seed(i)
+            random.seed(i)
+            seen += [step(model, x), torch.rand(1), random.random(), dict(model.named_buffers())]
+        f, e = found[0] | found[3], expected[0] | expected[3]
+        for name in e:
+            assert (f[name] is None) == (e[name] is None), name
+            assert e[name] is None or torch.allclose(f[name], e[name], rtol=1e-4, atol=1e-5), name
+        assert found[1:3] == expected[1:3]
+
+
+KINDS = [
+    WithoutGradient, SwitchedOff, InAutocast, Drawing, Skipping, Counting, Remembering, Normalising,
+    Averaging, Multiplying,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
+def test_a_forward_pass_does_what_pytorch_does(kind):
+    x = images(2, 3, 12, 12)
+    engine, plain = both(kind, x)
+    assert set(vars(engine)) <= {*vars(plain), "gf_engine"}
+    assert torch.equal(engine.std, plain.std)
+    assert_like_plain(engine, plain, x)
+    assert engine.calls == plain.calls
+    gf.revert(engine)
+    assert vars(engine).keys() == vars(plain).keys()
+
+
+REASONS = {
+    WithoutGradient: "switches gradients or autocast",
+    SwitchedOff: "switches gradients or autocast",
+    InAutocast: "switches gradients or autocast",
+    Drawing: "draws random numbers",
+    Skipping: "draws random numbers",
+    Counting: "Counting writes its 'calls'",
+    Remembering: "Remembering writes its 'last'",
+}
+
+
+@pytest.mark.parametrize("kind", REASONS, ids=lambda k: k.__name__)
+def test_the_plan_says_why(kind):
+    plan = gf.convert(kind(), EXACT, example=images(2, 3, 12, 12))
+    assert REASONS[kind] in str(plan)
+
+
+def test_what_is_computed_from_buffers_and_numbers_follows_them():
+    x = images(2, 3, 12, 12)
+    engine, plain = both(Normalising, x)
+    for model in (engine, plain):
+        model.load_state_dict(model.state_dict() | {"std": torch.full((8,), 5.0)})
+    assert_like_plain(engine, plain, x)
+    engine, plain = both(Multiplying, x)
+    for model in (engine, plain):
+        model.factor = 0.5
+    assert_like_plain(engine, plain, x)
+
+
+def test_a_class_of_the_users_own_is_not_taken_for_stochastic_depth():
+    class DropPath(nn.Module):
+        def forward(self, x):
+            return x + 1
+
+    plain = nn.Sequential(nn.Conv2d(3, 8, 3), DropPath(), nn.Conv2d(8, 4, 1)).train()
+    engine, x = copy.deepcopy(plain), images(2, 3, 12, 12)
+    gf.convert(engine, EXACT, example=x)
+    assert torch.allclose(engine(x), plain(x), atol=1e-5)
+
+
+class Scaled(nn.Module):
+    """A residual block with a factor for each channel that is the same for all images."""
+
+    def __init__(self):
+        super().__init__()
+        self.c, self.n = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.g = nn.Parameter(torch.rand(8))
+
+    def forward(self, x):
+        return torch.relu(x + self.n(self.c(x)) * self.g.view(1, -1, 1, 1))
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_factor_for_all_images_is_part_of_a_region(count):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, 8, 1), Scaled(), Scaled()).eval()
+    engine = copy.deepcopy(plain)
+    gf.convert(engine, EXACT, example=images(count, 3, 12, 12))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a region that does not run by the engine is told
+        for n in (count, 3, 1):
+            x = images(n, 3, 12, 12)
+            found, expected = step(engine, x), step(plain, x)
+            for name in expected:
+                assert torch.allclose(found[name], expected[name], rtol=1e-4, atol=1e-4), name
+
+
+class Siamese(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 1), nn.Conv2d(3, 8, 1)
+
+    def forward(self, x, z):
+        return torch.relu(self.a(x)), torch.relu(self.b(z))
+
+
+def test_a_region_that_runs_at_the_layer_level_is_told_once():
+    torch.manual_seed(0)
+    plain = Siamese()
+    engine, x, z = copy.deepcopy(plain), images(4, 3, 8, 8), images(1, 3, 8, 8)
+    gf.convert(engine, EXACT, example=(x, x))
+    with pytest.warns(UserWarning, match="runs at the layer level instead of by the engine"):
+        found = engine(x, z)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine(x, z)
+    for f, e in zip(found, plain(x, z), strict=True):
+        assert torch.allclose(f, e, atol=1e-5)
+
+
+class Late(nn.Module):
+    """A convolution reads a map, which is then overwritten before its output is added to."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.a, self.b = (nn.Conv2d(c, 8, 3, padding=1) for c in (3, 8, 8))
+
+    def forward(self, x):
+        x = self.stem(x)
+        before = self.a(x)
+        return before + self.b(torch.relu_(x))
+
+
+def test_no_convolution_is_moved_past_what_overwrites_its_input():
+    plain = Late()
+    for part in (plain.stem, plain.a):
+        part.requires_grad_(False)
+    engine, x = copy.deepcopy(plain), images(2, 3, 12, 12)
+    gf.convert(engine, EXACT, example=x)
+    found, expected = step(engine, x), step(plain, x)
+    assert torch.allclose(found["y"], expected["y"], atol=1e-5)
+    assert torch.allclose(found["b.weight"], expected["b.weight"], rtol=1e-4, atol=1e-4)
