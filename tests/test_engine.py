@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -30,13 +31,17 @@ def share_in_regions(plan):
 
 @pytest.mark.parametrize("name", [*NAMED, "mobilenet_v3_large", "resnet34", "regnet_x_400mf"])
 def test_networks_run_in_regions(name):
-    plan = gf.convert(named(name), METHOD, example=torch.randn(1, 3, 64, 64))
+    model = named(name)
+    plan = gf.convert(model, METHOD, example=torch.randn(1, 3, 64, 64))
     assert share_in_regions(plan) >= 0.9, plan
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a region that does not run by the engine is told
+        model(torch.randn(2, 3, 80, 64)).sum().backward()
 
 
 @pytest.mark.parametrize(
     "encoder",
-    ["resnet18", "mobilenet_v2", "efficientnet-b0", "timm-mobilenetv3_small_100", "tu-resnet18"],
+    ["resnet18", "mobilenet_v2", "efficientnet-b0", "timm-mobilenetv3_small_100", "dpn68b"],
 )
 def test_segmentation_encoders_run_in_regions(encoder):
     model, x = smp.Unet(encoder, encoder_weights=None), torch.randn(1, 3, 64, 64)

@@ -49,6 +49,11 @@ class _Tracer(fx.Tracer):
         self.modes = _modes()
         return super().trace(root, defaults)
 
+    def call_module(self, m: nn.Module, forward, args, kwargs):
+        if isinstance(m, nn.Sequential) and m not in self.submodule_paths:  # a slice of another
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
     def create_proxy(self, *args, **kwargs):
         if _modes() != self.modes:
             raise _Refused("switches gradients or autocast on or off within")
