@@ -6,6 +6,8 @@ all pixels' worth of them where the grid is small. No weight is copied in anothe
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,7 @@ from gradfilter.export.convolutions import (
 from gradfilter.export.graph import Operand
 from gradfilter.layers import ConvOp
 
+FEW = 9  # taps that ONNX Runtime slides over small maps faster than products do without blocks
 SMALL = 600_000  # counts that are written out in full; beyond, one axis after the other
 
 
@@ -100,22 +103,29 @@ def _dense(c, conv, g, x, w, need_gx, need_gw):
 
 def _depthwise(c, conv, g, x, w, need_gx, need_gw):
     """One kernel a channel, on a small grid."""
-    graph, counts = c.graph, _counts(conv).to(g.dtype)
-    taps, patches, cells = counts.shape
-    n, channels = g.shape[:2]
     gx = gw = None
-    if need_gx and _slides(conv):
+    if need_gx and _slides(conv) and (c.graph.blocked or _taps(conv) <= FEW):
         gx = slid(c, conv.regular.op, g, w, conv.regular.mix)
     elif need_gx:
-        kernel = graph.reshape(w, (channels, taps, 1))
-        outer = graph.binary("Mul", kernel, graph.reshape(g, (n, channels, 1, patches)))
-        outer = graph.reshape(outer, (n, channels, taps * patches))
-        gx = graph.matmul(outer, counts.reshape(taps * patches, cells))
+        gx = _depthwise_input(c, conv, g, w)
     if need_gw and conv.regular is not None and slides_in_blocks(c, g):
         gw = _regular_weight(c, conv.regular, g, x, w.shape)
     elif need_gw:
         gw = _depthwise_weight(c, conv, g, x)
     return gx, gw
+
+
+def _depthwise_input(c, conv, g, w) -> Operand:
+    """gx[q, s] = sum over p, b of (sum over a of w[a, b] N_a[p, q]) (g N_b)[p, s]."""
+    graph = c.graph
+    rows, columns = (t.to(g.dtype) for t in conv.taps)
+    (kh, p1, q1), (kw, p2, q2) = rows.shape, columns.shape
+    n, channels = g.shape[:2]
+    seen = graph.matmul(g, columns.permute(1, 0, 2).reshape(p2, kw * q2))  # [N, C, P1, kw * Q2]
+    seen = graph.reshape(seen, (n, channels, p1 * kw, q2))
+    below = torch.einsum("apq,bd->abqpd", rows, torch.eye(kw, dtype=g.dtype))
+    mixed = graph.matmul(graph.reshape(w, (channels, kh * kw)), below.reshape(kh * kw, -1))
+    return graph.matmul(graph.reshape(mixed, (channels, q1, p1 * kw)), seen)
 
 
 def _depthwise_weight(c, conv, g, x) -> Operand:
@@ -129,6 +139,11 @@ def _depthwise_weight(c, conv, g, x) -> Operand:
     met = graph.sum(graph.matmul(g, seen), [0])  # [C, P1, Q1 * kw]
     last = torch.einsum("apq,bd->pqbad", rows, torch.eye(kw, dtype=g.dtype))
     return graph.matmul(graph.reshape(met, (channels, p1 * q1 * kw)), last.reshape(-1, kh * kw))
+
+
+def _taps(conv) -> int:
+    """Taps of the small convolution on the grid."""
+    return math.prod(conv.regular.op.kernel)
 
 
 def _slides(conv) -> bool:
