@@ -9,11 +9,13 @@ import copy
 import random
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import gradfilter as gf
+from gradfilter.region import engine as engine_module
 
 EXACT = gf.GalerkinFilter(patch=1)
 
@@ -56,6 +58,13 @@ class InAutocast(Two):
         return self.b(h.float() * self.scale[:, None, None])
 
 
+class Island(Two):
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            h = self.a(x)
+        return self.b(h * self.scale[:, None, None])
+
+
 class Drawing(Two):
     def forward(self, x):
         return self.b(self.a(x) * self.scale[:, None, None] + torch.randn(8, 1, 1))
@@ -65,6 +74,12 @@ class Skipping(Two):
     def forward(self, x):
         h = self.a(x) * self.scale[:, None, None]
         return self.b(h if random.random() < 0.5 else h * 2)
+
+
+class SkippingByNumpy(Two):
+    def forward(self, x):
+        h = self.a(x) * self.scale[:, None, None]
+        return self.b(h if np.random.rand() < 0.5 else h * 2)
 
 
 class Counting(Two):
@@ -96,6 +111,39 @@ class Multiplying(Two):
         return self.b(self.a(x) * self.scale[:, None, None] * self.factor)
 
 
+class Caching(Two):
+    """Keeps what it has computed in a dict, as timm's attention does."""
+
+    def __init__(self):
+        super().__init__()
+        self.cache = {}
+
+    def forward(self, x):
+        key = str(x.device)
+        if self.training or key not in self.cache:
+            self.cache[key] = self.scale[:, None, None] * 2
+        return self.b(self.a(x) * self.cache[key])
+
+
+class Accumulating(Two):
+    def forward(self, x):
+        total = torch.zeros(8, 1, 1)
+        total.add_(self.scale[:, None, None])
+        total += 1
+        return self.b(self.a(x) * total)
+
+
+class NotItsOwn(Two):
+    """Computes with a parameter that it has in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.held = [self.scale]
+
+    def forward(self, x):
+        return self.b(self.a(x) * (self.held[0] * 2)[:, None, None])
+
+
 def step(model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
     model.zero_grad()
     y = model(x)
@@ -118,6 +166,7 @@ def assert_like_plain(engine: nn.Module, plain: nn.Module, x: Tensor) -> None:
         for model, seen in ((engine, found), (plain, expected)):
             torch.manual_seed(i)
             random.seed(i)
+            np.random.seed(i)
             seen += [step(model, x), torch.rand(1), random.random(), dict(model.named_buffers())]
         f, e = found[0] | found[3], expected[0] | expected[3]
         for name in e:
@@ -127,8 +176,8 @@ def assert_like_plain(engine: nn.Module, plain: nn.Module, x: Tensor) -> None:
 
 
 KINDS = [
-    WithoutGradient, SwitchedOff, InAutocast, Drawing, Skipping, Counting, Remembering, Normalising,
-    Averaging, Multiplying,
+    WithoutGradient, SwitchedOff, InAutocast, Island, Drawing, Skipping, SkippingByNumpy, Counting,
+    Remembering, Normalising, Averaging, Multiplying, Caching, Accumulating, NotItsOwn,
 ]  # fmt: skip
 
 
@@ -145,11 +194,13 @@ def test_a_forward_pass_does_what_pytorch_does(kind):
 
 
 REASONS = {
-    WithoutGradient: "switches gradients or autocast",
-    SwitchedOff: "switches gradients or autocast",
-    InAutocast: "switches gradients or autocast",
-    Drawing: "draws random numbers",
-    Skipping: "draws random numbers",
+    WithoutGradient: "WithoutGradient switches gradients on or off",
+    SwitchedOff: "SwitchedOff switches gradients on or off",
+    InAutocast: "InAutocast switches autocast on or off",
+    Island: "Island switches autocast on or off",
+    Drawing: "Drawing draws random numbers",
+    Skipping: "Skipping draws random numbers",
+    SkippingByNumpy: "SkippingByNumpy draws random numbers",
     Counting: "Counting writes its 'calls'",
     Remembering: "Remembering writes its 'last'",
 }
@@ -257,3 +308,99 @@ def test_no_convolution_is_moved_past_what_overwrites_its_input():
     found, expected = step(engine, x), step(plain, x)
     assert torch.allclose(found["y"], expected["y"], atol=1e-5)
     assert torch.allclose(found["b.weight"], expected["b.weight"], rtol=1e-4, atol=1e-4)
+
+
+class Part(nn.Module):
+    """Writes down the size of its maps, between two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.c, self.size = nn.Conv2d(8, 8, 3, padding=1), None
+
+    def forward(self, x):
+        self.size = x.shape[-2:]
+        return self.c(x)
+
+
+def test_only_the_part_that_a_graph_cannot_hold_is_left_out():
+    torch.manual_seed(0)
+    around = [nn.Sequential(nn.Conv2d(c, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 1)) for c in (3, 8)]
+    plain = nn.Sequential(around[0], Part(), around[1])
+    engine, x = copy.deepcopy(plain), images(2, 3, 12, 12)
+    plan = gf.convert(engine, EXACT, example=x)
+    assert [e.where.partition(":")[0] for e in plan.values()] == [
+        "region 1", "region 1", "layer level", "region 2", "region 2",
+    ]  # fmt: skip
+    assert "Part writes its 'size'" in str(plan)
+    found, expected = step(engine, x), step(plain, x)
+    for name in expected:
+        assert torch.allclose(found[name], expected[name], rtol=1e-4, atol=1e-4), name
+    assert engine[1].size == (12, 12)
+
+
+def test_a_conversion_without_gradients_is_as_one_with():
+    x = images(2, 3, 12, 12)
+    plain = WithoutGradient()
+    engine = copy.deepcopy(plain)
+    with torch.no_grad():
+        gf.convert(engine, EXACT, example=x)
+    assert_like_plain(engine, plain, x)
+
+
+def test_a_conversion_leaves_random_numbers_and_caches_alone():
+    plain = Caching()
+    engine = copy.deepcopy(plain).eval()
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    gf.convert(engine, EXACT, example=images(2, 3, 12, 12))
+    assert torch.equal(torch.rand(1), expected)
+    assert engine.cache == {}
+    gf.convert(engine, gf.GalerkinFilter(patch=2), example=images(2, 3, 12, 12))
+
+
+class Choosing(Two):
+    def __init__(self):
+        super().__init__()
+        self.twice, self.power, self.kind, self.best = False, 1, "relu", 0.0
+
+    def forward(self, x):
+        h = getattr(torch, self.kind)(self.a(x) * self.scale[:, None, None])
+        return self.b(h * 2 if self.twice else h * self.power)
+
+
+@pytest.mark.parametrize("change", [("twice", True), ("power", 3), ("kind", "sigmoid")], ids=str)
+def test_what_a_graph_was_chosen_by_is_followed(change):
+    x = images(2, 3, 12, 12)
+    engine, plain = both(Choosing, x)
+    for model in (engine, plain):
+        setattr(model, *change)
+    assert_like_plain(engine, plain, x)
+
+
+def test_numbers_that_no_graph_has_cost_one_trace():
+    x = images(2, 3, 12, 12)
+    engine, plain = both(Choosing, x)
+    traced = []
+    with pytest.MonkeyPatch.context() as patch:
+        own = engine_module._trace
+        patch.setattr(engine_module, "_trace", lambda *a: traced.append(1) or own(*a))
+        for i in range(6):
+            engine.best = plain.best = float(i)
+            step(engine, x)
+    assert len(traced) == 1 and len(engine.gf_engine.programs) <= 2
+    for model in (engine, plain):  # and what is in it is still followed
+        model.power = 2
+    assert_like_plain(engine, plain, x)
+
+
+def test_a_gate_for_all_images_that_is_computed_from_parameters():
+    class Gated(Two):
+        def forward(self, x):
+            return self.b(self.a(x) * torch.sigmoid(self.scale.view(1, -1, 1, 1)))
+
+    x = images(2, 3, 12, 12)
+    engine, plain = both(Gated, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_like_plain(engine, plain, x)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")  # a module's own
 Calls = dict[nn.Module, tuple[tuple, Mapping]]  # arguments and keyword arguments
 
 
@@ -19,20 +20,39 @@ def call(model: nn.Module, example):
 
 
 @contextmanager
+def contents_kept(model: nn.Module) -> Iterator[None]:
+    """Dicts, lists and sets that are attributes of modules have afterwards what they had before."""
+    held = [
+        (own, own.copy())
+        for m in model.modules()
+        for name, own in vars(m).items()
+        if type(own) in (dict, list, set) and name not in TABLES
+    ]
+    try:
+        yield
+    finally:
+        for own, before in held:
+            own.clear()
+            own.extend(before) if isinstance(own, list) else own.update(before)
+
+
+@contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while: nothing random; flags and buffers are put back."""
+    """Evaluation mode for a while: nothing random; flags, buffers and caches are put back."""
     modes = {module: module.training for module in model.modules()}
     buffers = [(b, b._version, b.detach().clone()) for b in model.buffers() if not b.is_inference()]
     for module in modes:
         module.training = False
     try:
-        yield
+        with contents_kept(model):
+            yield
     finally:
         for module, mode in modes.items():
             module.training = mode
         with torch.no_grad():
             for b, version, before in buffers:
-                if b._version != version:  # a backward pass may still want it as it is
+                # a backward pass may still want it as it is
+                if b._version != version or not torch.equal(b, before):
                     b.copy_(before)
 
 

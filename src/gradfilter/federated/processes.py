@@ -26,7 +26,7 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 STOP = 15  # seconds in which a process has to end by itself
-GONE = 5  # looks in a row that find nothing: a process that is being begun is seen by none
+GONE = 15  # looks in a row that find nothing: a process that is being begun is seen by none
 # In the environment of all that comes of a program: which one it is, and who began it.
 MARK, BEGAN_BY = "GRADFILTER_PROGRAM", "GRADFILTER_BEGAN_BY"
 

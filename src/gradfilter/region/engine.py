@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import repeat
+from itertools import compress, repeat
 from operator import attrgetter, is_
 
 import torch
@@ -17,12 +17,13 @@ from gradfilter.region.conv import Conv
 from gradfilter.region.lower import Lowering, Outside, Region, regions, shapes_of
 from gradfilter.region.plain import Plain
 from gradfilter.region.run import Runner
-from gradfilter.region.trace import called, hooked, hooks_of, trace
+from gradfilter.region.trace import CONSTANT, called, hooked, hooks_of, trace
 
 TRACING = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
 # What a program takes of modules as it was when it was traced; of a dropout, whether it drops.
 SETTINGS = ("negative_slope", "alpha", "min_val", "max_val")
 DROPS = "p"
+SIMPLE = (bool, int, float, str)
 PROGRAMS = 32  # that an engine remembers
 _training = attrgetter("training")
 _traced: ContextVar[bool] = ContextVar("traced", default=False)
@@ -148,6 +149,10 @@ class Engine:
         self.missing: list[bool] = []
         self.settings: tuple[list[dict], list[str]] = [], []
         self.drops: tuple[list[dict], list[str]] = [], []
+        # what containers have, which may be in a graph or not: by state, which of it is heeded
+        self.numbers: tuple[list[dict], list[str]] = [], []
+        self.heeded: dict[tuple, list[bool]] = {}
+        self.written: dict[tuple, tuple[Program | str, list]] = {}  # by state, and the graph
 
     def __deepcopy__(self, memo):
         return Engine(self.fused)  # a copy's programs must hold the copy's modules
@@ -170,10 +175,12 @@ class Engine:
         self.missing = self._missing()
         attributes = [vars(m) for m in self.modules]
         known = [(own, n) for own in attributes for n in SETTINGS if n in own]
-        # numbers of containers are part of the graph; whole ones may be counters
-        containers = [vars(m) for m in self.modules if not called(m)]
-        known += [(own, n) for own in containers for n, v in own.items() if type(v) is float]
         self.settings = _columns(known)
+        containers = [vars(m) for m in self.modules if not called(m)]
+        simple = [(own, n) for own in containers for n, v in own.items() if type(v) in SIMPLE]
+        self.numbers = _columns([(own, n) for own, n in simple if n != "training"])
+        self.heeded.clear()
+        self.written.clear()
         self.drops = _columns([(own, DROPS) for own in attributes if DROPS in own])
 
     def _missing(self) -> list[bool]:
@@ -199,14 +206,38 @@ class Engine:
         if any(self.hooks):
             state += tuple(map(hooked, self.modules))
         sizes = tuple(tuple(a.shape[2:]) for a in args)
-        found = self.programs.get(state) or self.programs.get((sizes, *state))
+        key = state, self._numbers(state)
+        found = self.programs.get(key) or self.programs.get((sizes, key))
         if found is None:
-            graph = _trace(root, len(args))
-            found = graph if isinstance(graph, str) else Program(root, graph, args, self.fused)
+            found = self._made(root, args, (sizes, state))
             one_size = not isinstance(found, str) and found.lowered.one_size
             if len(self.programs) >= PROGRAMS:
                 self.programs.clear()
-            self.programs[(sizes, *state) if one_size else state] = found
+            key = state, self._numbers(state)
+            self.programs[(sizes, key) if one_size else key] = found
+        return found
+
+    def _numbers(self, state: tuple) -> tuple:
+        """The numbers of containers that programs of this state heed."""
+        values, heeded = map(dict.get, *self.numbers), self.heeded.get(state)
+        return tuple(values) if heeded is None else tuple(compress(values, heeded))
+
+    def _made(self, root: nn.Module, args: tuple, at: tuple) -> Program | str:
+        """A program, or the one that there is if the graph is the same: then it does not heed the
+        numbers that have changed.
+        """
+        graph, numbers = _trace(root, len(args)), list(map(dict.get, *self.numbers))
+        text = str(graph)
+        if CONSTANT not in text and (at, text) in self.written:
+            found, before = self.written[at, text]
+            heeded = self.heeded.setdefault(at[1], [True] * len(numbers))
+            same = [a == b for a, b in zip(numbers, before, strict=True)]
+            self.heeded[at[1]] = [a and b for a, b in zip(heeded, same, strict=True)]
+            return found
+        found = graph if isinstance(graph, str) else Program(root, graph, args, self.fused)
+        if len(self.written) >= PROGRAMS:
+            self.written.clear()
+        self.written[at, text] = found, numbers
         return found
 
 

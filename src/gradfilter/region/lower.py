@@ -43,6 +43,7 @@ class Lowering:
 
     def __init__(self, root: nn.Module, graph: fx.Graph, shapes: dict[fx.Node, tuple | None]):
         self.modules = dict(root.named_modules())
+        self.whole: dict[nn.Module, str] = getattr(graph, "whole", {})  # and why
         self.shapes = shapes
         self.values: dict[fx.Node, int] = {}
         self.items: list[Step | Outside] = []
@@ -71,6 +72,8 @@ class Lowering:
 
     def _step(self, node: fx.Node) -> str | None:
         """Take a node into the steps; the reason when that cannot be."""
+        if node not in self.varying:
+            return "the same for every input"
         if self._mutates(node) and self._users(node.args[0]) > 1:
             return "an in-place operation on a map that is read again"
         if node.op == "call_module":
@@ -93,6 +96,8 @@ class Lowering:
         x = node.args[0] if node.args else None
         if len(node.args) != 1 or not self._is_map(x):
             return f"{type(m).__name__} between"
+        if m in self.whole:
+            return self.whole[m]
         if hooked(m):
             return f"{type(m).__name__} has hooks"
         act = activation_of(m)
@@ -293,7 +298,7 @@ def shapes_of(root: nn.Module, graph: fx.Graph, example: tuple) -> dict[fx.Node,
             shapes[n] = tuple(result.shape) if isinstance(result, Tensor) else None
             return result
 
-    with torch.no_grad(), unobserved(root):
+    with torch.no_grad(), unobserved(root), torch.random.fork_rng(devices=[]):
         Watch(root, graph=graph).run(*(x.clone() for x in example))
     return shapes
 
