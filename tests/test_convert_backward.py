@@ -3,7 +3,16 @@
 import pytest
 import torch
 from cases import small_cnn
-from converted import FILTER, assert_equal_gradients, batch, gradients, loss_of, methods
+from converted import (
+    FILTER,
+    METHODS,
+    PATCH1,
+    assert_equal_gradients,
+    batch,
+    gradients,
+    loss_of,
+    methods,
+)
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -101,3 +110,22 @@ def test_create_graph_alone_is_no_error():
     torch.manual_seed(0)
     grads = torch.autograd.grad(loss_of(model), list(model.parameters()), create_graph=True)
     assert_equal_gradients(dict(zip(expected, grads, strict=True)), expected)
+
+
+@pytest.mark.parametrize("last", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("images", [1, 2])
+@pytest.mark.parametrize("method", [*METHODS, PATCH1, gf.GalerkinFilter(grid=7)], ids=repr)
+def test_what_pytorch_has_before_a_layer_can_read_its_gradient(method, images, kernel, last):
+    """A batch norm's gradients are sums of what the layer behind it hands on, however that lies."""
+    torch.manual_seed(0)
+    norm, conv = nn.BatchNorm2d(8).eval(), nn.Conv2d(8, 4, kernel, padding=kernel // 2)
+    x = torch.randn(images, 8, 7, 7).contiguous(memory_format=last)
+    layers = nn.Sequential(conv, nn.Conv2d(4, 4, 1))
+    gf.convert(layers, method)  # 3x3 layers are left exact by a method that cannot take them
+    handed = []
+    z = norm(x)
+    z.register_hook(lambda g: handed.append(g.double().sum((0, 2, 3))))
+    y = layers(z)
+    y.backward(torch.randn(y.shape))
+    assert torch.allclose(norm.bias.grad.double(), handed[0], rtol=1e-4, atol=1e-4)

@@ -61,7 +61,8 @@ class GalerkinFilter(Method):
         taps = w.reshape(op.groups, -1, *w.shape[1:])  # [G, O/G, C/G, kh, kw]
         gx = torch.einsum("ngoabqr,gocab->ngcqr", self._spread(op, g, x_size), taps)
         gx = gx.flatten(1, 2) / patch_area(g, x_size, _count(x_size, side), side)
-        return upsample(gx, x_size, side)
+        # PyTorch's batch norm misreads a gradient of one image that lies as einsum leaves it
+        return upsample(gx, x_size, side).contiguous()
 
     def grad_weight(self, op: ConvOp, g: Tensor, kept: Kept, x_shape: Shape) -> Tensor:
         (x,) = kept
