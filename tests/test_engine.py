@@ -39,10 +39,10 @@ def test_networks_run_in_regions(name):
         model(torch.randn(2, 3, 80, 64)).sum().backward()
 
 
-@pytest.mark.parametrize(
-    "encoder",
-    ["resnet18", "mobilenet_v2", "efficientnet-b0", "timm-mobilenetv3_small_100", "dpn68b"],
-)
+ENCODERS = "resnet18 mobilenet_v2 efficientnet-b0 timm-mobilenetv3_small_100 dpn68b mit_b0"
+
+
+@pytest.mark.parametrize("encoder", ENCODERS.split())
 def test_segmentation_encoders_run_in_regions(encoder):
     model, x = smp.Unet(encoder, encoder_weights=None), torch.randn(1, 3, 64, 64)
     assert share_in_regions(gf.convert(model, METHOD, example=x)) >= 0.9

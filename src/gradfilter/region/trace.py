@@ -27,6 +27,7 @@ LEAVES = (
     nn.modules.batchnorm._BatchNorm,
     nn.Dropout,
     nn.Identity,
+    nn.LayerNorm,
     nn.MultiheadAttention,
 )
 # functions of other libraries whose body cannot be traced, or is better known by name
