@@ -71,9 +71,11 @@ class Runner:
         self.wirings: dict[tuple[bool, ...], Wiring] = {}
         self.tapes: dict[tuple, Tapes] = {}
         self.fitting: dict[tuple, bool] = {}  # by the shapes of the inputs
-        self.weights = [self.position[id(s.module), "weight"] for s in region.steps if _conv(s)]
-        read = [v for s in region.steps for v in (s.inputs[:1] if _gate(s) else s.inputs)]
-        factors = {s.inputs[1] for s in region.steps if _gate(s)}
+        convs = (s for s in region.steps if isinstance(s, Conv))
+        self.weights = [self.position[id(s.module), "weight"] for s in convs]
+        gates = [s for s in region.steps if isinstance(s, Gate)]
+        read = [v for s in region.steps for v in (s.inputs[:1] if s in gates else s.inputs)]
+        factors = {s.inputs[1] for s in gates}
         self.factors = factors.difference(read, region.outputs)  # may be the same for all images
 
     def _tensors(self) -> list[Tensor]:
@@ -168,14 +170,6 @@ class Runner:
         if key not in self.tapes and len(self.tapes) >= SIZES:
             self.tapes.clear()
         return self.tapes.setdefault(key, Tapes({}, {}))
-
-
-def _conv(step: Step) -> bool:
-    return isinstance(step, Conv)
-
-
-def _gate(step: Step) -> bool:
-    return isinstance(step, Gate)
 
 
 class _State:
