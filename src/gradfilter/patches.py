@@ -24,6 +24,16 @@ def overlap(device, size: int, count: int, side: int, start: int = 0) -> Tensor:
     return edges[1:] - edges[:-1]
 
 
+def pixel_sum(g: Tensor, area: Tensor | float) -> Tensor:
+    """Sum over all pixels of a map that is constant on each patch. [N, C, P, Q] -> [C]
+
+    `area` are the pixels of each patch [P, Q], or one number for all.
+    """
+    if isinstance(area, float):
+        return g.sum((0, 2, 3)) * area
+    return (g * area).sum((0, 2, 3))
+
+
 def patch_sum(x: Tensor, count: tuple, side: tuple, start: tuple = (0, 0)) -> Tensor:
     """Sum of x over each patch; patches may reach past the map. [N, C, *count]"""
     h, w = x.shape[-2:]

@@ -38,9 +38,11 @@ ONNX_TYPES = {
 
 
 def joined(c, kind: str, a, b, dtype=None) -> Operand:
-    """A binary operator; both sides get one type."""
+    """A binary operator; both sides get one type. Maps that lie in blocks stay there."""
     like = a if isinstance(a, Value | Tensor) else b
     a, b = operand(c, a, like), operand(c, b, like)
+    if dtype is None and (found := blocked.elementwise(c.graph, kind, a, b)) is not None:
+        return found
     common = torch.promote_types(a.dtype, b.dtype)
     if 0 in (a.ndim if isinstance(a, Tensor) else 1, b.ndim if isinstance(b, Tensor) else 1):
         common = (b if isinstance(a, Tensor) and a.ndim == 0 else a).dtype
@@ -61,8 +63,7 @@ def compare(kind: str):
 
 
 def add(c, call, a, b, alpha=1):
-    inside = blocked.elementwise(c.graph, "Add", a, b) if alpha == 1 else None
-    return inside or joined(c, "Add", a, b if alpha == 1 else joined(c, "Mul", b, alpha))
+    return joined(c, "Add", a, b if alpha == 1 else joined(c, "Mul", b, alpha))
 
 
 def sub(c, call, a, b, alpha=1):
@@ -104,7 +105,7 @@ def power(c, call, a, b):
 
 def clamp(c, call, x, min=None, max=None):
     ends = [None if e is None else operand(c, e, x) for e in (min, max)]
-    inside = None if None in ends else blocked.elementwise(c.graph, "Clip", x, ends=ends)
+    inside = None if None in ends else blocked.elementwise(c.graph, "Clip", x, *ends)
     return inside or c.graph.op("Clip", x, *ends, like=x)
 
 

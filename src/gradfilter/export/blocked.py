@@ -89,12 +89,16 @@ def _conv(graph: Graph, x: Value, taps: Value, w_shape, b, shape, **attributes) 
     return back(graph, y, shape[1])
 
 
-def elementwise(graph: Graph, kind: str, *maps: Operand, ends=()) -> Value | None:
-    """An operator on maps that all lie in blocks; None where one does not."""
-    inside = [graph.in_blocks.get(x.name) if isinstance(x, Value) else None for x in maps]
-    if None in inside or len({(x.shape, y.shape) for x, y in zip(maps, inside, strict=True)}) > 1:
+def elementwise(graph: Graph, kind: str, *given: Operand) -> Value | None:
+    """An operator on maps that all lie in blocks, and on numbers; None where one does not."""
+    maps = [x for x in given if holds(graph, x)]
+    inside = [graph.in_blocks[x.name] if holds(graph, x) else x for x in given]
+    if any(not holds(graph, x) and x.shape != () for x in given) or not maps:
         return None
-    return back(graph, graph.op(kind, *inside, *ends, like=inside[0]), maps[0].shape[1])
+    if len({(x.shape, graph.in_blocks[x.name].shape) for x in maps}) > 1:
+        return None
+    like = graph.in_blocks[maps[0].name]
+    return back(graph, graph.op(kind, *inside, like=like), maps[0].shape[1])
 
 
 def patch_mean(graph: Graph, x: Value, side, channels: int) -> Value:

@@ -24,12 +24,13 @@ from gradfilter.export.lower import Lowering
 from gradfilter.export.onebyone import one_by_one
 from gradfilter.export.optimizers import understood
 from gradfilter.export.probe import probe
-from gradfilter.export.products import accumulate, by_outputs, by_rows
+from gradfilter.export.products import accumulate, by_outputs, by_rows, onto_products
 from gradfilter.export.selfcheck import check
 from gradfilter.export.step import (
     TrainingStep,
     as_row,
     enlarged,
+    of_products,
     remembered,
     scores_of,
     shaped,
@@ -59,19 +60,27 @@ class Export:
         self.optimizer, self.shares = understood(optimizer, trained)
         self.parameters = {n: p.detach() for n, p in trained.items()}
         self.groups = together(self.parameters, self.shares)
-        self.state = self.optimizer.start(remembered(self.parameters, self.groups))
-        _check_names(self.parameters, self.state)
-        count = batch or 2
-        self.example, self.target = (_repeated(t, count + 1) for t in (example, target))
-        self.count = count
+        self.count = batch or 2
+        self.example, self.target = (_repeated(t, self.count + 1) for t in (example, target))
         with evaluating(model), naming_methods(model):
-            step, prediction = self._step(), self._prediction()
-            self.train, self.predict = self._lowered(step), self._lowered(prediction)
+            step = self._step_of(of_products(self.parameters, self.groups))
+            prediction = self._prediction()
+            self.predict = self._lowered(prediction)
         self.graphs = {TRAIN: self.train, PREDICT: self.predict}
         for name, found in ((TRAIN, step), (PREDICT, prediction)):
             graph = self._lowered(found, blocks=True)
             if blocked.used(graph):
                 self.graphs |= {in_blocks(name): graph, PROBE: probe()}
+
+    def _step_of(self, products: set[str]) -> _Traced:
+        """The step, whose graph is `train`; where products cannot be added to what the optimizer
+        remembers of these groups, that are rows after all."""
+        self.state = self.optimizer.start(remembered(self.parameters, self.groups, products))
+        _check_names(self.parameters, self.state)
+        step = self._step()
+        self.train = self._lowered(step)
+        found = onto_products(self.train, products, self.optimizer.keeps, NEW)
+        return step if found == products else self._step_of(found)
 
     def _step(self) -> _Traced:
         names = tuple(self.parameters), tuple(self.state)

@@ -19,7 +19,7 @@ IMAGES, EACH = "images", "each."  # before the names inside the body
 ELEMENTWISE = {
     "Abs", "Add", "And", "Cast", "Clip", "Div", "Equal", "Erf", "Exp", "Greater", "GreaterOrEqual",
     "HardSigmoid", "HardSwish", "Identity", "Less", "LessOrEqual", "Max", "Min", "Mod", "Mul",
-    "Neg", "Not", "Or", "Pow", "Relu", "Sigmoid", "Softplus", "Sqrt", "Sub", "Tanh", "Where",
+    "Neg", "Not", "Or", "Pow", "Relu", "Sigmoid", "Softplus", "Sqrt", "Sub", "Tanh", "Where", "Xor",
 }  # fmt: skip
 MAPS = {
     "AveragePool", "BatchNormalization", "Conv", "ConvTranspose", "GlobalAveragePool", "MaxPool",

@@ -1,7 +1,8 @@
 """Sums that have to do with matrix products, written with less work.
 
 A Linear layer with its bias is one Gemm. So is `momentum * buffer + gradient` where the gradient is
-a product, that of a Linear or a 1x1 layer, and `parameter - rate * buffer`, of a number with a row.
+a product, that of a Linear or a 1x1 layer, which nothing else reads; and of rows, as products with
+one number, any `momentum * buffer + gradient` and `parameter - rate * buffer`.
 <gw, w> of a 1x1 layer, w with its gradient g x^T row by row, is <g, y> of its output y = w x,
 which for the last, small maps is far less.
 """
@@ -12,6 +13,7 @@ import math
 from collections import Counter
 from functools import partial
 
+import numpy as np
 import torch
 
 from gradfilter.export.graph import Graph, Node, Value
@@ -41,27 +43,63 @@ def accumulate(graph: Graph) -> None:
 
 
 def by_rows(graph: Graph) -> None:
-    """x - number * y of rows as a product of the number and y, added to x; in float32.
+    """x - number * y of rows, and constant * x + y, as a product added to x; in float32.
 
-    That is one pass and no memory beside; a Mul needs some for all of the row. Its result may lie
+    That is one pass and no memory beside; a Mul needs some for all of the row. The result may lie
     where x does, but not where y does.
     """
     makers = {name: node for node in graph.nodes for name in node.outputs}
     readers, inputs = _readings(graph), {v.name for v in graph.inputs}
+
+    def scaled(name: str) -> Node | None:
+        """The Mul that makes a value for one reader."""
+        maker = makers.get(name)
+        return maker if maker is not None and maker.kind == "Mul" and readers[name] == 1 else None
+
+    def lasting(name: str) -> bool:
+        return _origin(makers, name) in inputs
+
     for node in list(graph.nodes):
         result = graph.values[node.outputs[0]]
         row = len(result.shape) == 2 and result.shape[0] == 1
-        if node.kind != "Sub" or not row or result.dtype != torch.float32:
+        sides = [graph.values.get(name) for name in node.inputs]
+        same = all(s is not None and s.shape == result.shape for s in sides)
+        if node.kind not in ("Add", "Sub") or not (row and same) or result.dtype != torch.float32:
             continue
-        x, scaled = (graph.values[name] for name in node.inputs)
-        parts = _times(graph, makers.get(scaled.name)) if readers[scaled.name] == 1 else None
-        if parts is None or x.shape != result.shape or _origin(makers, parts[0].name) in inputs:
-            continue
-        y, number = parts
-        less = graph.op("Neg", graph.reshape(number, (1, 1)), shape=(1, 1), dtype=y.dtype)
-        node.kind, node.inputs = "Gemm", [less.name, y.name, x.name]
+        found = (_less if node.kind == "Sub" else _more)(graph, node.inputs, scaled, lasting)
+        if found is not None:
+            node.kind, (node.inputs, node.attributes) = "Gemm", found
     graph.nodes = in_order(graph)
     graph.prune()
+
+
+def _less(graph: Graph, names: list[str], scaled, lasting) -> tuple[list[str], dict] | None:
+    """x - number * y: what a Gemm reads for it, and how."""
+    parts = _times(graph, scaled(names[1]))
+    if parts is None or lasting(parts[0].name):
+        return None
+    y, number = parts
+    less = graph.op("Neg", graph.reshape(number, (1, 1)), shape=(1, 1), dtype=y.dtype)
+    return [less.name, y.name, names[0]], {}
+
+
+def _more(graph: Graph, names: list[str], scaled, lasting) -> tuple[list[str], dict] | None:
+    """constant * x + y, where y may have such a factor too."""
+    for one, other in (names, names[::-1]):
+        if (parts := _scaled(graph, scaled(one))) is None:
+            continue
+        y, factor = _scaled(graph, scaled(other)) or (other, 1.0)
+        if not lasting(y):
+            factor = graph.constant(np.full((1, 1), factor, np.float32))
+            return [factor, y, parts[0]], {"beta": parts[1]}
+    return None
+
+
+def onto_products(graph: Graph, groups: set[str], keeps: tuple[str, ...], new: str) -> set[str]:
+    """Those of the groups whose every memory is a Gemm that adds their gradient to it."""
+    made = {name: value.name for name, value in graph.outputs}
+    kinds = {name: node.kind for node in graph.nodes for name in node.outputs}
+    return {n for n in groups if all(kinds[made[f"{new}{k}.{n}"]] == "Gemm" for k in keeps)}
 
 
 def _readings(graph: Graph) -> Counter:

@@ -102,20 +102,26 @@ def shaped(parameters: State) -> State:
     return {n: p.reshape(1, -1) if as_row(p) else p for n, p in parameters.items()}
 
 
-def remembered(parameters: State, groups: dict[str, list[str]]) -> State:
+def of_products(parameters: State, groups: dict[str, list[str]]) -> set[str]:
+    """The groups of one parameter whose gradient is a matrix product: of Linear and 1x1 layers."""
+    alone = {group: parameters[names[0]] for group, names in groups.items() if len(names) == 1}
+    return {n for n, p in alone.items() if p.ndim == 2 or tuple(p.shape[2:]) == (1, 1)}
+
+
+def remembered(parameters: State, groups: dict[str, list[str]], matrices: set[str]) -> State:
     """Zeros for each group, in the shape in which the optimizer's memory of it is kept.
 
-    A Linear or a 1x1 layer has a matrix, onto which the product that is its gradient is added.
+    A matrix can have the product that is its gradient added onto it, everything else is a row.
     """
     found = {}
     for group, names in groups.items():
         p = parameters[names[0]]
-        if len(names) > 1:
-            found[group] = p.new_zeros(sum(parameters[name].numel() for name in names))
-        elif p.ndim == 2 or tuple(p.shape[2:]) == (1, 1):
+        if group in matrices:
             found[group] = torch.zeros_like(p.flatten(1))
+        elif len(names) > 1 or as_row(p):
+            found[group] = p.new_zeros(1, sum(parameters[name].numel() for name in names))
         else:
-            found[group] = torch.zeros_like(shaped({group: p})[group])
+            found[group] = torch.zeros_like(p)
     return found
 
 
@@ -159,11 +165,14 @@ def scores_of(output) -> Tensor:
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat([t.flatten() for t in tensors])
+    """Several tensors as one row."""
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.cat([t.flatten() for t in tensors]).view(1, -1)
 
 
-def _taken_apart(vector: Tensor, like: list[Tensor]) -> list[Tensor]:
+def _taken_apart(row: Tensor, like: list[Tensor]) -> list[Tensor]:
     if len(like) == 1:
-        return [vector]
-    parts = vector.split([t.numel() for t in like])
+        return [row]
+    parts = row.flatten().split([t.numel() for t in like])
     return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]

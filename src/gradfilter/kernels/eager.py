@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradfilter.layers import ConvOp
+from gradfilter.patches import pixel_sum
 
 Pair = tuple[int, int]
 Stats = tuple[Tensor, Tensor | None, Tensor | None]
@@ -326,7 +327,7 @@ def slope_backward(
         slope = ACTIVATIONS[act].slope(slope, 0.0).to(g.dtype)
     z = g if slope is None else g * slope
     if sums is not None:
-        sums.copy_((z.to(wide(z.dtype)) * area).sum((0, 2, 3)))
+        sums.copy_(pixel_sum(z.to(wide(z.dtype)), area))
     scaled = z if scale is None else (z * scale[:, None, None]).to(z.dtype)
     return z if need_z or scale is None else None, scaled
 

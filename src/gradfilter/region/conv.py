@@ -12,6 +12,7 @@ from gradfilter import autograd, kernels
 from gradfilter.geometry import Geometry
 from gradfilter.kernels.eager import IDEMPOTENT
 from gradfilter.layers import ConvOp
+from gradfilter.patches import pixel_sum
 from gradfilter.region import grid
 from gradfilter.region.step import (
     NONE,
@@ -207,7 +208,7 @@ class Conv(Step):
             if batch:
                 g = self._batch_norm_backward(c, g, place)
                 if wants.bias:
-                    sums = grid.pixel_sum(g, place.area)
+                    sums = pixel_sum(g, place.area)
             gx, gw = self._convolution_backward(c, g, place, fold)
         if add:
             c.add(self.residual, z)
@@ -228,7 +229,7 @@ class Conv(Step):
     def _batch_norm_backward(self, c, g, place):
         normal, rstd = c.kept(self, "normal"), c.kept(self, "rstd")
         gamma = c.optional(self.norm, "weight")
-        g_beta, g_gamma = grid.pixel_sum(g, place.area), grid.pixel_sum(g * normal, place.area)
+        g_beta, g_gamma = pixel_sum(g, place.area), pixel_sum(g * normal, place.area)
         c.parameter_gradient(self.norm, "weight", g_gamma)
         c.parameter_gradient(self.norm, "bias", g_beta)
         pixels = g.shape[0] * place.size[0] * place.size[1]

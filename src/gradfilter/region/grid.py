@@ -44,13 +44,6 @@ def areas(method: Method, size: Pair, dtype: torch.dtype, device: torch.device) 
     return patch_area(torch.empty(0, dtype=dtype, device=device), size, count, r)
 
 
-def pixel_sum(g: Tensor, area: Tensor | float) -> Tensor:
-    """Sum over all pixels of a map that is constant on each patch. [N, C, P, Q] -> [C]"""
-    if isinstance(area, float):
-        return g.sum((0, 2, 3)) * area
-    return (g * area).sum((0, 2, 3))
-
-
 @lru_cache(maxsize=4096)
 def grid_conv(
     method: Method, op: ConvOp, x_size: Pair, dtype: torch.dtype, device: torch.device

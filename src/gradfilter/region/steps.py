@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradfilter import kernels
+from gradfilter.patches import pixel_sum
 from gradfilter.region import grid
 from gradfilter.region.step import (
     NONE,
@@ -63,10 +64,10 @@ class Pointwise(Step):
             g = g * slope
         if self.norm is not None:
             area = grid.areas(c.method, c.noted(self, "size"), g.dtype, g.device)
-            g_shift = grid.pixel_sum(g, area)
+            g_shift = pixel_sum(g, area)
             c.parameter_gradient(self.norm, "bias", g_shift)
             if c.trained(self.norm, "weight"):
-                product = grid.pixel_sum(g * c.mean(self.inputs[0]), area)
+                product = pixel_sum(g * c.mean(self.inputs[0]), area)
                 centred = product - g_shift * self.norm.running_mean
                 c.parameter_gradient(self.norm, "weight", centred * c.folded.of(self).rstd)
             g = g * c.folded.of(self).scale[:, None, None]
