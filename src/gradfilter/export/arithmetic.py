@@ -160,6 +160,18 @@ def var_mean(c, call, x, axes, correction=1, keepdim=False):
     return var, centre if keepdim else graph.reshape(centre, var.shape)
 
 
+def var(c, call, x, axes=None, unbiased=True, keepdim=False, *, correction=None):
+    """aten.var in any of its forms."""
+    axes = list(axes) if axes else list(range(len(x.shape)))
+    correction = int(unbiased) if correction is None else correction
+    return var_mean(c, call, x, axes, correction, keepdim)[0]
+
+
+def std(c, call, x, *args, **kwargs):
+    found = var(c, call, x, *args, **kwargs)
+    return c.graph.op("Sqrt", found, like=found)
+
+
 def filled(value):
     def body(c, call, *args, **_):
         given = args[1] if value is None else value
@@ -265,6 +277,8 @@ OPERATORS = {
     "sum": total,
     "mean": mean,
     "var_mean": var_mean,
+    "var": var,
+    "std": std,
     "amax": largest,
     "full": filled(None),
     "full_like": filled(None),

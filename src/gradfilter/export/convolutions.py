@@ -252,10 +252,7 @@ def _by_taps(c, op: ConvOp, g, x, w_shape):
             part = graph.permute(graph.reshape(part, (n, groups, inner, pixels)), [0, 1, 3, 2])
             taps.append(graph.sum(graph.matmul(left_side, part), [0]))  # [G, O / G, C / G]
     stacked = [graph.reshape(t, (w_shape[0], inner, 1)) for t in taps]
-    joined = graph.op(
-        "Concat", *stacked, axis=2, shape=(w_shape[0], inner, len(taps)), dtype=g.dtype
-    )
-    return graph.reshape(joined, w_shape)
+    return graph.reshape(graph.concat(stacked, 2), w_shape)
 
 
 def _read(c, op: ConvOp, x, tap: tuple[int, int], size) -> Operand:

@@ -164,7 +164,7 @@ class Graph:
             else self.op("Mul", images, self.ints(s.times), **whole)
             for s in shape
         ]
-        return self.op("Concat", *parts, axis=0, shape=(len(shape),), dtype=torch.int64)
+        return self.concat(parts, 0)
 
     def _images(self) -> Value:
         free = (v for v in self.inputs if v.shape and isinstance(v.shape[0], Batch))
@@ -204,6 +204,22 @@ class Graph:
         if moved == sorted(moved):  # only sizes of 1 move: no data does
             return self.reshape(x, shape)
         return self.op("Transpose", x, perm=order, shape=shape, dtype=x.dtype)
+
+    def concat(self, parts: list[Operand], axis: int) -> Operand:
+        """Tensors one behind the other along an axis, in all other sizes of which they agree."""
+        axis %= len(parts[0].shape)
+        shapes = [p.shape for p in parts]
+        if len({(*s[:axis], *s[axis + 1 :]) for s in shapes}) > 1:
+            raise ValueError(f"export: shapes {shapes} cannot be joined along axis {axis}")
+        shape = list(shapes[0])
+        sizes = [s[axis] for s in shapes]
+        if all(isinstance(s, Batch) for s in sizes):
+            shape[axis] = Batch(sum(s.times for s in sizes))
+        elif any(isinstance(s, Batch) for s in sizes):
+            raise ValueError(f"export: shapes {shapes} cannot be joined along axis {axis}")
+        else:
+            shape[axis] = sum(sizes)
+        return self.op("Concat", *parts, axis=axis, shape=tuple(shape), dtype=parts[0].dtype)
 
     def sum(self, x: Operand, axes: list[int], keep: bool = False, kind="ReduceSum") -> Operand:
         axes = sorted(d % len(x.shape) for d in axes)

@@ -25,11 +25,12 @@ OPERATORS = {
 class Lowering:
     """Walks the calls of a trace once and writes them to a graph.
 
-    A result that depends on no input is computed here and becomes a constant.
+    A result that depends on no input is computed here and becomes a constant. `shaped` if the trace
+    has the shapes of what is to be computed, which every result is then held to.
     """
 
-    def __init__(self, graph: Graph, convolutions: list[GridConv]):
-        self.graph, self.convolutions = graph, convolutions
+    def __init__(self, graph: Graph, convolutions: list[GridConv], shaped: bool = True):
+        self.graph, self.convolutions, self.shaped = graph, convolutions, shaped
         self.values: dict[Call, tuple] = {}
 
     def run(self, trace: Trace, inputs: list[Value]) -> list:
@@ -38,9 +39,12 @@ class Lowering:
         for call in trace.calls:
             try:
                 found = self._call(call)
+                found = tuple(found) if isinstance(found, tuple | list) else (found,)
+                if self.shaped:
+                    _check_shapes(call, found)
             except ValueError as error:
                 raise NoForm(str(error), call.where) from error
-            self.values[call] = tuple(found) if isinstance(found, tuple | list) else (found,)
+            self.values[call] = found
         return [self.whole(self.value(x)) for x in trace.outputs]
 
     def value(self, x):
@@ -73,6 +77,14 @@ class Lowering:
         if not _computed((args, kwargs)):
             return call.target(*tree_map(_own, args), **kwargs)
         return body(self, call, *args, **kwargs)
+
+
+def _check_shapes(call: Call, found: tuple) -> None:
+    """Refuse a form of an operator that would not give what it gives in PyTorch."""
+    for i, x in enumerate(found):
+        if i in call.read and x is not None and tuple(x.shape) != tuple(call.shapes[i]):
+            told = f"{call.target} gave {tuple(call.shapes[i])}, its ONNX form {tuple(x.shape)}"
+            raise ValueError(f"export: {told}")
 
 
 def _computed(tree) -> bool:

@@ -181,7 +181,7 @@ def inlined(c, f, z: Operand, parameter: float) -> Operand:
 
     example = torch.ones((), dtype=z.dtype)  # its shape has no part in the result
     trace = traced(lambda t: (f(t, parameter),), [example])
-    return Lowering(c.graph, []).run(trace, [z])[0]
+    return Lowering(c.graph, [], shaped=False).run(trace, [z])[0]
 
 
 def grid_backward(c, call, g, x, w, number, need_gx, need_gw):

@@ -110,8 +110,7 @@ def _joined(graph: Graph, parts: list[Operand]) -> Operand:
         return parts[0]
     if all(isinstance(p, Tensor) for p in parts):
         return torch.cat(parts)
-    length = sum(p.shape[0] for p in parts)
-    return graph.op("Concat", *parts, axis=0, shape=(length,), dtype=parts[0].dtype)
+    return graph.concat(parts, 0)
 
 
 def _slice(graph: Graph, p: Operand, start: int, end: int) -> Operand:

@@ -44,5 +44,4 @@ def _network(c, x: Value, *given: Value) -> Value:
         onthegrid.slopes(c, b, "relu6", 0.0, SIDE),
     ]
     flat = [graph.reshape(p, (p.shape[1] * p.shape[2] * p.shape[3],)) for p in parts]
-    length = sum(p.shape[0] for p in flat)
-    return graph.op("Concat", *flat, axis=0, shape=(length,), dtype=x.dtype)
+    return graph.concat(flat, 0)

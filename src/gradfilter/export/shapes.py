@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradfilter.export.arithmetic import cast, expanded, joined
+from gradfilter.export.arithmetic import cast, expanded, joined, where
 from gradfilter.export.graph import Operand, Value
 from gradfilter.export.pieces import Pieces, split
 
@@ -43,21 +43,27 @@ def cat(c, call, tensors, dim=0):
     if all(len(x.shape) == 1 for x in tensors):
         parts = [p for x in tensors for p in (x.parts if isinstance(x, Pieces) else [x])]
         return Pieces(parts)
-    return c.graph.op("Concat", *tensors, axis=dim, shape=call.shape, dtype=tensors[0].dtype)
+    return c.graph.concat(tensors, dim)
 
 
 def stack(c, call, tensors, dim=0):
     shape = list(call.shape)
     shape[dim] = 1
-    parts = [c.graph.reshape(x, tuple(shape)) for x in tensors]
-    return c.graph.op("Concat", *parts, axis=dim, shape=call.shape, dtype=parts[0].dtype)
+    return c.graph.concat([c.graph.reshape(x, tuple(shape)) for x in tensors], dim)
+
+
+def _ends(size, start: int | None, end: int | None) -> tuple[int, int]:
+    """Where a slice begins and ends, counted from the front as far as the size is known."""
+    start, end = start or 0, END if end is None else end
+    if not isinstance(size, int):
+        return start, end
+    start, end = (max(0, min(e + size if e < 0 else e, size)) for e in (start, end))
+    return start, max(start, end)
 
 
 def slice_(c, call, x, dim=0, start=None, end=None, step=1):
     size = x.shape[dim]
-    start, end = start or 0, END if end is None else end
-    if isinstance(size, int):
-        start, end = (min(e + size if e < 0 else e, size) for e in (start, end))
+    start, end = _ends(size, start, end)
     if (start, step) == (0, 1) and end in (size, END):
         return x
     if isinstance(x, Pieces):
@@ -70,19 +76,39 @@ def slice_(c, call, x, dim=0, start=None, end=None, step=1):
 def slice_scatter(c, call, x, source, dim=0, start=None, end=None, step=1):
     """x with a part replaced."""
     size = x.shape[dim]
-    start, end = start or 0, size if end is None else min(end, size)
+    if not isinstance(size, int):
+        raise ValueError("export: writing to some of the images is not supported")
+    start, end = _ends(size, start, end)
     if len(x.shape) == 1 and step == 1:
         x = x if isinstance(x, Pieces) else Pieces([x])
         return x.replaced(c.graph, c.whole(source), start, end)
     x, source = c.whole(x), c.whole(source)
     if step != 1:
-        raise ValueError("export: writing to every other element is not supported")
+        return _strewn(c, x, source, dim, start, step)
     ends = [(0, start), (end, size)]
     before, after = (
         slice_(c, _Sized(x, dim, b - a), x, dim, a, b) if b > a else None for a, b in ends
     )
     parts = [p for p in (before, source, after) if p is not None]
-    return c.graph.op("Concat", *parts, axis=dim, shape=call.shape, dtype=parts[0].dtype)
+    return c.graph.concat(parts, dim)
+
+
+def _strewn(c, x: Operand, source: Operand, dim: int, start: int, step: int) -> Operand:
+    """x with every step-th element along an axis replaced, from `start` on."""
+    dim %= len(x.shape)
+    before, count, after = x.shape[:dim], source.shape[dim], x.shape[dim + 1 :]
+    zeros = [0] * (len(x.shape) + 1)
+    ends = [step - 1 if d == dim + 1 else 0 for d in range(len(zeros))]
+    wide = padded(c, c.graph.reshape(source, (*before, count, 1, *after)), zeros, ends, 0.0)
+    wide = c.graph.reshape(wide, (*before, count * step, *after))
+    front, back = [0] * len(x.shape), [0] * len(x.shape)
+    front[dim], back[dim] = start, x.shape[dim] - start - count * step
+    wide = padded(c, cropped(c, wide, front, back), front, back, 0.0)
+    if isinstance(x, Tensor) and not x.any():
+        return wide
+    place = torch.arange(x.shape[dim])
+    chosen = (place >= start) & ((place - start) % step == 0)
+    return where(c, None, chosen.reshape(-1, *[1] * len(after)), wide, x)
 
 
 class _Sized:

@@ -273,6 +273,7 @@ def decompositions() -> dict:
         "_softmax_backward_data", "slice_backward", "select_backward", "native_layer_norm",
         "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward",
         "_prelu_kernel", "_prelu_kernel_backward", "pixel_shuffle", "pixel_unshuffle", "celu",
-        "glu", "glu_backward", "log_sigmoid_forward", "log_sigmoid_backward",
+        "glu", "glu_backward", "log_sigmoid_forward", "log_sigmoid_backward", "select_scatter",
+        "linalg_vector_norm", "logsumexp", "roll", "unbind",
     ]  # fmt: skip
     return get_decompositions([getattr(aten, name) for name in names])
