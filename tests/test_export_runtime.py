@@ -168,7 +168,7 @@ def test_what_cannot_be_exported_is_told(tmp_path):
     with pytest.raises(ValueError, match="convert the model first"):
         gf.export(networks.named("mobilenet_v2"), x, target, tmp_path)
     groups = [{"params": [p], "lr": 0.1} for p in model.parameters()]
-    groups[0]["weight_decay"] = 0.1
+    groups[0]["momentum"] = 0.1
     with pytest.raises(ValueError, match="same settings"):
         gf.export(model, x, target, tmp_path, optimizer=torch.optim.SGD(groups))
     for method, why in {
@@ -336,8 +336,8 @@ def test_the_rate_of_a_run_is_that_of_its_fastest_group(what, highest, monkeypat
     exporting.write(trainer, tmp_path / "exported")
     assert given["runner"].recipe["lr"] == pytest.approx(0.05 * highest)
     trained = {n: p for n, p in trainer.model.named_parameters() if p.requires_grad}
-    _, shares = optimizers.understood(given["optimizer"], trained)
-    assert set(shares.values()) == (set() if what == "frozen" else {0.3})
+    _, own = optimizers.understood(given["optimizer"], trained)
+    assert {o.share for o in own.values()} == ({1} if what == "frozen" else {1, 0.3})
 
 
 def test_what_a_runner_cannot_feed_is_told(tmp_path):

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
-RECIPE = ("lr", "warmup", "batch", "epochs", "seed")
+# what a recipe may have, and what that must be
+RECIPE = {
+    "lr": ("a number above 0", lambda x: _number(x) and x > 0),
+    "warmup": ("a share from 0 to 1", lambda x: _number(x) and 0 <= x <= 1),
+    "batch": ("a whole number from 1 on", lambda x: _whole(x) and x >= 1),
+    "epochs": ("a whole number from 1 on", lambda x: _whole(x) and x >= 1),
+    "seed": ("a whole number from 0 on", lambda x: _whole(x) and x >= 0),
+    "augment": ("True or False", lambda x: isinstance(x, bool)),
+}
 
 
 @dataclass(frozen=True)
@@ -16,7 +26,8 @@ class Runner:
     """What a runner has to know to train the network on picture files.
 
     The network sees `(x - mean) / std` of bytes. `ignore` is the mask value that counts for
-    nothing. `recipe` may have `lr`, `warmup`, `batch`, `epochs` and `seed`, the runner's defaults.
+    nothing. `recipe` may have `lr`, `warmup`, `batch`, `epochs`, `seed` and `augment` (whether
+    pictures are cut and mirrored at random), the runner's defaults.
     """
 
     mean: tuple[float, float, float]
@@ -31,6 +42,12 @@ class Runner:
             raise ValueError(f"export: a runner's mean must be 3 finite numbers, got {self.mean!r}")
         if not _three(self.std) or min(self.std) <= 0:
             raise ValueError(f"export: a runner's std must be 3 numbers above 0, got {self.std!r}")
+        if len(set(self.classes)) != len(self.classes):
+            raise ValueError("export: two of the runner's classes have the same name")
+        if self.ignore is not None and not _whole(self.ignore):
+            raise ValueError(f"export: ignore must be a whole number, got {self.ignore!r}")
+        if images.dtype != torch.float32:
+            raise ValueError("export: a runner computes in float32: make model and images float()")
         if len(self.classes) != outputs:
             raise ValueError(
                 f"export: the runner has {len(self.classes)} classes, the model {outputs} outputs"
@@ -39,23 +56,31 @@ class Runner:
             raise ValueError("export: a runner feeds images of 3 channels: red, green and blue")
         if targets.ndim == 3 and targets.shape[1:] != images.shape[2:]:
             raise ValueError("export: a runner feeds masks of the size of the images")
-        for name in self.recipe or {}:
+        for name, value in (self.recipe or {}).items():
             if name not in RECIPE:
                 raise ValueError(f"export: a recipe has {', '.join(RECIPE)}, and no {name!r}")
+            kind, right = RECIPE[name]
+            if not right(value):
+                raise ValueError(f"export: {name} of a recipe must be {kind}, got {value!r}")
 
     def about(self) -> dict:
         """As the manifest has it."""
-        pictures = {name: getattr(self, name) for name in ("mean", "std", "classes", "ignore")}
+        pictures = {name: [float(v) for v in getattr(self, name)] for name in ("mean", "std")}
+        pictures |= {"classes": list(self.classes), "ignore": self.ignore}
         return {"pictures": pictures, "recipe": self.recipe or {}}
 
 
 def _three(values) -> bool:
     """Whether these are three finite numbers, for red, green and blue."""
-    return (
-        isinstance(values, tuple | list)
-        and len(values) == 3
-        and all(isinstance(v, int | float) and math.isfinite(v) for v in values)
-    )
+    return isinstance(values, tuple | list) and len(values) == 3 and all(map(_number, values))
+
+
+def _number(x) -> bool:
+    return isinstance(x, Real) and not isinstance(x, bool) and math.isfinite(x)
+
+
+def _whole(x) -> bool:
+    return isinstance(x, Integral) and not isinstance(x, bool)
 
 
 def export(
@@ -77,7 +102,8 @@ def export(
     torch.optim.SGD or AdamW of just these (default: SGD), with gradients clipped to a common norm
     of `clip`.
     The learning rate is an input of every step; parameters of a group with a lower one keep their
-    share of it. Dropout and stochastic depth are left out.
+    share of it, and those of one with another weight decay have that. What the optimizer remembers
+    so far stays behind: its state begins with zeros. Dropout and stochastic depth are left out.
     `batch` fixes the number of images a step; by default any number goes. `runner` tells
     `gradfilter-device` how to feed it; a program of your own can do without.
 
@@ -85,7 +111,8 @@ def export(
     `parameters.npz` and `manifest.json`; beside a graph whose depthwise layers, or whose first
     layer, are trained also a faster one where the runtime has the kernels, as on x86
     (`train-blocked.onnx`). `gradfilter-device` trains with it, or any program that has ONNX
-    Runtime.
+    Runtime. Where ONNX Runtime is installed here too, three steps by it must take every tensor to
+    where PyTorch takes it, or nothing that could be used is left in the folder.
     """
     from gradfilter.export.folder import Export
 

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from gradfilter.export import blocked
-from gradfilter.export.graph import Operand, Value, broadcast
+from gradfilter.export.graph import Batch, Operand, Value, broadcast
 
 
 def operand(c, x, like) -> Operand:
     """A number as a constant of the type it is computed in; a tensor as it is."""
     if isinstance(x, Value | Tensor):
         return x
+    if isinstance(x, Batch):
+        raise ValueError("export: the step computes with the number of images; fix it with batch")
     return torch.tensor(x, dtype=like.dtype)
 
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from gradfilter.export.onebyone import one_by_one
 from gradfilter.export.optimizers import understood
 from gradfilter.export.probe import probe
 from gradfilter.export.products import accumulate, by_outputs, by_rows, onto_products
-from gradfilter.export.selfcheck import check
+from gradfilter.export.selfcheck import Check, check
 from gradfilter.export.step import (
     TrainingStep,
     as_row,
@@ -57,9 +58,9 @@ class Export:
         _check_given(example, target, clip, batch)
         self.model, self.batch, self.clip = model, batch, clip
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.optimizer, self.shares = understood(optimizer, trained)
+        self.optimizer, self.own = understood(optimizer, trained)
         self.parameters = {n: p.detach() for n, p in trained.items()}
-        self.groups = together(self.parameters, self.shares)
+        self.groups = together(self.parameters, self.own)
         self.count = batch or 2
         self.example, self.target = (_repeated(t, self.count + 1) for t in (example, target))
         with evaluating(model), naming_methods(model):
@@ -84,7 +85,7 @@ class Export:
 
     def _step(self) -> _Traced:
         names = tuple(self.parameters), tuple(self.state)
-        how = self.groups, self.optimizer, self.clip, self.shares
+        how = self.groups, self.optimizer, self.own, self.clip
         step = self.step = TrainingStep(self.model, *names, *how)
         fixed = [*shaped(self.parameters).values(), *self.state.values()]
         rate = torch.zeros((), dtype=self.example.dtype)
@@ -131,16 +132,31 @@ class Export:
         if runner is not None:
             runner.check(self.example, self.target, self.predict.outputs[0][1].shape[1])
         path.mkdir(parents=True, exist_ok=True)
-        store = write.Constants(path / CONSTANTS)
-        for name in (in_blocks(TRAIN), in_blocks(PREDICT), PROBE):
+        for name in (MANIFEST, in_blocks(TRAIN), in_blocks(PREDICT), PROBE):
             (path / name).unlink(missing_ok=True)  # of an export into the same folder before
+        store = write.Constants(path / CONSTANTS)
         for name, graph in self.graphs.items():
             write.save(graph, path / name, store)
         np.savez(path / PARAMETERS, **{n: p.cpu().numpy() for n, p in self.parameters.items()})
+        found = self._check()
+        self._compare(found, path)
         files = (*self.graphs, CONSTANTS, PARAMETERS)
         about = self._about(runner) | {"files": {n: digest(path / n) for n in files}}
+        about = signed(about | {"check": found.about()})
         (path / MANIFEST).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         return path
+
+    def _compare(self, found: Check, path: Path) -> None:
+        """Refuse graphs by which ONNX Runtime, if it is there, computes something else."""
+        if self.example.dtype != torch.float32 or find_spec("onnxruntime") is None:
+            return
+        for name in self.graphs.keys() & {TRAIN, in_blocks(TRAIN)}:
+            if wrong := found.differing(path / name, NEW):
+                raise ValueError(
+                    f"export: ONNX Runtime does not change {wrong[0]} as PyTorch does by {name} "
+                    f"({len(wrong)} of {len(found.start)} tensors); this network cannot be "
+                    "exported, which is an error of gradfilter's: please report it"
+                )
 
     def _about(self, runner: Runner | None) -> dict:
         """What the manifest says beside the hashes."""
@@ -156,14 +172,18 @@ class Export:
             "images": [self.batch, *self.example.shape[1:]],
             "targets": [self.batch, *self.target.shape[1:]],
             "task": "segmentation" if self.target.ndim == 3 else "classification",
-            "optimizer": {"name": self.optimizer.name, **vars(self.optimizer), "clip": self.clip},
+            "optimizer": {
+                "name": self.optimizer.name,
+                **vars(self.optimizer),
+                "weight_decay": sorted({o.weight_decay for o in self.own.values()}),
+                "clip": self.clip,
+            },
             "layers": {
                 name: "frozen" if not m.weight.requires_grad else repr(m.gf.method)
                 for name, m in self.model.named_modules()
                 if hasattr(m, "gf")
             },
             "outputs": self.predict.outputs[0][1].shape[1],
-            "check": self._check(),
             "in_place": all(
                 in_place(graph, [*self.parameters, *self.state], NEW)
                 for name, graph in self.graphs.items()
@@ -173,8 +193,8 @@ class Export:
         }
         return about | ({} if runner is None else runner.about())
 
-    def _check(self) -> dict:
-        start = {"parameters": shaped(self.parameters), "state": self.state}
+    def _check(self) -> Check:
+        start = shaped(self.parameters) | self.state
         given = self.example[: self.count], self.target[: self.count]
         with evaluating(self.model):
             return check(self.step, start, *given, self.predict.outputs[0][1].shape[1])
@@ -263,6 +283,13 @@ def _repeated(t: Tensor, count: int) -> Tensor:
 def in_blocks(name: str) -> str:
     """The name of the same graph in blocks."""
     return name.removesuffix(".onnx") + IN_BLOCKS
+
+
+def signed(manifest: dict) -> dict:
+    """A manifest with a digest of all that it says, as it is read from its file."""
+    manifest = json.loads(json.dumps(manifest))
+    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    return manifest | {"digest": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def digest(path: Path) -> str:

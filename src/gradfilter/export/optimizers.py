@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -85,19 +85,25 @@ def _zeros(keeps: tuple[str, ...], parameters: State) -> State:
     return {f"{k}.{name}": torch.zeros_like(p) for k in keeps for name, p in parameters.items()}
 
 
+@dataclass(frozen=True)
+class Own:
+    """What a parameter has for itself: its share of the learning rate, and its weight decay."""
+
+    share: float = 1.0
+    weight_decay: float = 0.0
+
+
 def understood(
     optimizer: torch.optim.Optimizer | Optimizer | None, trained: dict[str, Tensor]
-) -> tuple[Optimizer, dict[str, float]]:
+) -> tuple[Optimizer, dict[str, Own]]:
     """The optimizer whose update is written down; refuses what that would change.
 
-    With it the share of the learning rate that a parameter has, where its group's is not the
-    highest one. `trained` are the parameters that require a gradient; frozen ones that the
-    optimizer holds too have no part in anything.
+    With it what each parameter has for itself, of its group. `trained` are the parameters that
+    require a gradient; frozen ones that the optimizer holds too have no part in anything.
     """
-    if optimizer is None:
-        return Sgd(), {}
-    if isinstance(optimizer, Optimizer):
-        return optimizer, {}
+    if optimizer is None or isinstance(optimizer, Optimizer):
+        found = optimizer or Sgd()
+        return found, dict.fromkeys(trained, Own(weight_decay=found.weight_decay))
     kinds = {torch.optim.SGD: _sgd, torch.optim.AdamW: _adamw}
     if type(optimizer) not in kinds:
         kind = type(optimizer).__name__
@@ -105,14 +111,19 @@ def understood(
     read = kinds[type(optimizer)]
     groups = [g for g in optimizer.param_groups if any(p.requires_grad for p in g["params"])]
     _check_parameters([p for g in groups for p in g["params"] if p.requires_grad], trained)
-    found = {read(group) for group in groups}
-    if len(found) > 1:
+    found = [read(group) for group in groups]
+    if len({replace(f, weight_decay=0.0) for f in found}) > 1:
         raise ValueError(
-            "export: all groups of the optimizer must have the same settings but for the rate"
+            "export: all groups of the optimizer must have the same settings but for the rate and "
+            "the weight decay"
         )
     highest = max(float(group["lr"]) for group in groups)
-    shares = {p: float(g["lr"]) / highest if highest else 1.0 for g in groups for p in g["params"]}
-    return found.pop(), {name: shares[p] for name, p in trained.items() if shares[p] != 1}
+    own = {
+        p: Own(float(g["lr"]) / highest if highest else 1.0, f.weight_decay)
+        for g, f in zip(groups, found, strict=True)
+        for p in g["params"]
+    }
+    return found[0], {name: own[p] for name, p in trained.items()}
 
 
 def _check_parameters(held: list[Tensor], trained: dict[str, Tensor]) -> None:

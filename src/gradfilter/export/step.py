@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from gradfilter.export.optimizers import Optimizer, State
+from gradfilter.export.optimizers import Optimizer, Own, State
 
 SMALL = 4096  # elements of a parameter that is updated together with others; larger ones are rows
 JOINT = "joint"  # in the names of what the optimizer remembers of those
@@ -30,8 +30,8 @@ class TrainingStep:
     state: tuple[str, ...]
     groups: dict[str, list[str]]
     optimizer: Optimizer
+    own: dict[str, Own]  # by parameter
     clip: float | None = None
-    shares: dict[str, float] = field(default_factory=dict)  # of the rate, by parameter; 1 else
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         count = len(self.parameters)
@@ -54,13 +54,14 @@ class TrainingStep:
         shared = self.optimizer.shared(state)
         new, new_state = {}, {k: v for k, v in shared.items() if k in state}
         for group, names in self.groups.items():
-            share = self.shares.get(names[0], 1.0)
+            of = self.own[names[0]]
             like = [old[name] for name in names]
             p, g = _joined(like), _joined([grads[name] for name in names])
             own = {k: state[f"{k}.{group}"] for k in self.optimizer.keeps}
             g = g.reshape(next(iter(own.values()), p).shape)
-            own_rate = rate if share == 1 else rate * share
-            p, after = self.optimizer.update(p, g, own_rate, own, shared)
+            own_rate = rate if of.share == 1 else rate * of.share
+            optimizer = replace(self.optimizer, weight_decay=of.weight_decay)
+            p, after = optimizer.update(p, g, own_rate, own, shared)
             new |= dict(zip(names, _taken_apart(p, like), strict=True))
             new_state |= {f"{k}.{group}": v for k, v in after.items()}
         return new, new_state
@@ -77,13 +78,13 @@ class TrainingStep:
         return loss.detach(), dict(zip(leaves, grads, strict=True))
 
 
-def together(parameters: State, shares: dict[str, float]) -> dict[str, list[str]]:
-    """The names of what is updated at once: small parameters of one rate, as a vector."""
+def together(parameters: State, own: dict[str, Own]) -> dict[str, list[str]]:
+    """The names of what is updated at once: small parameters of one rate and decay, as a row."""
     groups = {name: [name] for name, p in parameters.items() if as_row(p)}
-    small: dict[float, list[str]] = {}
+    small: dict[Own, list[str]] = {}
     for name, p in parameters.items():
         if not as_row(p):
-            small.setdefault(shares.get(name, 1.0), []).append(name)
+            small.setdefault(own[name], []).append(name)
     for i, names in enumerate(small.values()):
         joint = f"{JOINT}.{i}"
         while joint in parameters:  # a parameter may have any name

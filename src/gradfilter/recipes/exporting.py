@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 import gradfilter as gf
-from gradfilter.export import RECIPE, Runner
+from gradfilter.export import Runner
 from gradfilter.recipes import parallel
 from gradfilter.recipes.evaluation import load
 from gradfilter.recipes.parallel import World
@@ -25,7 +25,8 @@ def write(trainer: Trainer, to: Path, batch: int | None = None) -> Path:
     network, task, s = trainer.network, trainer.task, trainer.settings
     masks = task.headline == "miou"
     shape = (2, trainer.size, trainer.size) if masks else (2,)
-    recipe = {name: getattr(s, name) for name in RECIPE} | ({"batch": batch} if batch else {})
+    recipe = {name: getattr(s, name) for name in ("lr", "warmup", "batch", "epochs", "seed")}
+    recipe |= {"augment": trainer.augments} | ({"batch": batch} if batch else {})
     # the rate of an exported step is that of the group with the highest one
     groups = trainer.optimizer.param_groups
     trained = [g["share"] for g in groups if any(p.requires_grad for p in g["params"])]

@@ -90,6 +90,7 @@ class Trainer:
         self.size = settings.size or self.network.size
         self.model = self.network.model.to(self.device, memory_format=torch.channels_last)
         level = "none" if settings.cache_features else settings.augment or level
+        self.augments = level == "standard"  # cut and mirrored at random, as photographs are
         self.change: dict[bool, Change] = {
             True: augment.training(task, self.size, level),
             False: augment.evaluation(task, self.size),
