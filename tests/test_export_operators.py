@@ -28,6 +28,7 @@ OPERATORS = {
     "variance": lambda x: x * x.var(1, keepdim=True, unbiased=False),
     "soft maximum": lambda x: x + x.logsumexp(1, keepdim=True),
     "turned around": lambda x: x * x.roll((1, 2), (2, 3)),
+    "shuffled": lambda x: F.channel_shuffle(x, 2).relu() * x,
     "taken apart": lambda x: torch.cat([p * (i + 1) for i, p in enumerate(x.split(3, 1))], 1),
 }
 

@@ -274,6 +274,6 @@ def decompositions() -> dict:
         "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward",
         "_prelu_kernel", "_prelu_kernel_backward", "pixel_shuffle", "pixel_unshuffle", "celu",
         "glu", "glu_backward", "log_sigmoid_forward", "log_sigmoid_backward", "select_scatter",
-        "linalg_vector_norm", "logsumexp", "roll", "unbind",
+        "linalg_vector_norm", "logsumexp", "roll", "unbind", "channel_shuffle",
     ]  # fmt: skip
     return get_decompositions([getattr(aten, name) for name in names])
