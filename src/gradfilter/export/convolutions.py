@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from gradfilter.export.trace import Result
 from gradfilter.layers import ConvOp
 
 PAD = torch.ops.aten.constant_pad_nd.default
+LARGE = 2**16  # elements of a weight that is read ahead
 
 
 def padded(c, call, x, padding) -> tuple[Operand, list[int]]:
@@ -108,11 +111,22 @@ def across(graph: Graph, g: Operand, w: Operand) -> Value:
     pixels, taps = size[0] * size[1], graph.reshape(w, tuple(w.shape[:2]))
     if n == 1:  # a Gemm takes the weight as it lies, and less time than a product of many
         found = graph.op(
-            "Gemm", taps, graph.reshape(g, (out, pixels)), transA=1,
-            shape=(taps.shape[1], pixels), dtype=g.dtype,
+            "Gemm", taps, graph.reshape(g, (out, pixels)), *_read_ahead(graph, taps), transA=1,
+            beta=0.0, shape=(taps.shape[1], pixels), dtype=g.dtype,
         )  # fmt: skip
         return graph.reshape(found, (1, taps.shape[1], pixels))
     return graph.matmul(graph.permute(taps, [1, 0]), graph.reshape(g, (n, out, pixels)))
+
+
+def _read_ahead(graph: Graph, w: Operand) -> tuple[Value, ...]:
+    """A number of a large weight that a Gemm takes and leaves alone.
+
+    To have it the weight is read from one end to the other, which brings it near the processor.
+    The Gemm itself goes down its columns, and would wait for every line of it.
+    """
+    if graph.blocked and isinstance(w, Value) and math.prod(w.shape) >= LARGE:
+        return (graph.sum(w, [0, 1], keep=True, kind="ReduceMax"),)
+    return ()
 
 
 def slid(c, op: ConvOp, g: Operand, w: Operand, mix: Tensor) -> Operand:

@@ -40,7 +40,7 @@ from gradfilter.export.step import (
 from gradfilter.export.trace import traced
 from gradfilter.order import evaluating
 
-FORMAT = 3
+FORMAT = 4
 TRAIN, PREDICT, CONSTANTS = "train.onnx", "predict.onnx", "constants.bin"
 PROBE, IN_BLOCKS = "probe.onnx", "-blocked.onnx"  # the end of the name of a graph in blocks
 PARAMETERS, MANIFEST = "parameters.npz", "manifest.json"

@@ -22,7 +22,7 @@ def wait_for_readers(graph: Graph, names: list[str], new: str) -> None:
     for name in names:
         makers = _makers(graph)
         last = makers[_made(graph, new + name)]
-        for reader in _readers(graph, name):
+        for reader in reversed(_readers(graph, name)):  # the last ones wait for others already
             if not _leads(reader, last, makers):
                 _wait(graph, last, reader, makers)
                 makers = _makers(graph)
