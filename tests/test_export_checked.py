@@ -44,8 +44,20 @@ def test_a_graph_that_computes_something_else_is_refused(what, monkeypatch, tmp_
 
 def test_what_is_no_number_in_pytorch_cannot_be_compared():
     nothing, some = torch.tensor([float("nan")]), torch.ones(1)
-    check = selfcheck.Check({"a": some, "b": some}, some, some, [1.0], {"a": nothing, "b": some})
-    assert check._alike("a", some) and not check._alike("b", nothing)
+    start, end = {"a": some, "b": some}, {"a": nothing, "b": some}
+    check = selfcheck.Check(start, some, some, 0.1, [1.0], end)
+    assert check.apart({"a": some, "b": nothing}, 0.25) == ["b"]
+
+
+def test_the_rate_is_one_at_which_steps_can_be_followed():
+    """Above 0.005 the smallest change of an image takes this one anywhere."""
+
+    def wild(x, rate, images, targets):
+        return x - rate + (rate > 0.005) * torch.sin(1e9 * images.mean()), rate
+
+    start, images = {"x": torch.ones(4)}, torch.zeros(2, 3, 4, 4)
+    for step, rate in ((wild, 1e-3), (lambda x, rate, *_: (x - rate, rate), 1e-2)):
+        assert selfcheck.check(step, start, images, torch.zeros(2), 3).rate == rate
 
 
 def test_a_manifest_has_a_digest_of_all_that_it_says(tmp_path):

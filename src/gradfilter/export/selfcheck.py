@@ -11,7 +11,9 @@ from torch import Tensor
 
 from gradfilter.export.optimizers import State
 
-CHECK_STEPS, CHECK_RATE = 3, 0.01
+STEPS, RATES = 3, (1e-2, 1e-3, 1e-4, 1e-5)  # the highest rate at which steps can be compared
+ASIDE = 3e-6  # of the images: about as far as float32 takes two implementations apart
+STEADY = 0.05  # of what a tensor moves, that it may move elsewhere for that
 SHARE = 0.25  # of what a tensor moves, as gradfilter-device allows it
 LEAST = 1e-15  # moves so short are of gradients that float32 has no room for on the way back
 SUMS = 4  # of a change with random signs: that all are near 0, whatever its own, is unlikely
@@ -25,6 +27,7 @@ class Check:
     start: State
     images: Tensor
     targets: Tensor
+    rate: float
     losses: list[float]
     end: State
 
@@ -33,7 +36,7 @@ class Check:
         names = enumerate(self.start)
         moves = {n: moved(self.start[n].numpy(), self.end[n].numpy(), i) for i, n in names}
         count, losses = len(self.images), self.losses
-        return {"images": count, "rate": CHECK_RATE, "losses": losses, "moves": moves}
+        return {"images": count, "rate": self.rate, "losses": losses, "moves": moves}
 
     def differing(self, path: Path, new: str) -> list[str]:
         """The tensors that ONNX Runtime takes elsewhere by the graph at `path`.
@@ -46,32 +49,50 @@ class Check:
         names = [o.name for o in session.get_outputs()]
         now = {n: t.numpy() for n, t in self.start.items()}
         given = {"images": self.images.numpy(), "targets": self.targets.numpy()}
-        given["rate"] = np.array(CHECK_RATE, np.float32)
+        given["rate"] = np.array(self.rate, np.float32)
         for _ in self.losses:
             found = dict(zip(names, session.run(None, now | given), strict=True))
             now = {n: found[new + n] for n in now}
-        return [n for n in now if not self._alike(n, torch.from_numpy(now[n]))]
+        return self.apart({n: torch.from_numpy(t) for n, t in now.items()}, SHARE)
 
-    def _alike(self, name: str, found: Tensor) -> bool:
+    def apart(self, found: State, share: float) -> list[str]:
+        """The tensors that are further from their end than by a share of their way."""
+        return [n for n in self.start if not self._alike(n, found[n], share)]
+
+    def _alike(self, name: str, found: Tensor, share: float) -> bool:
         start, end = self.start[name], self.end[name]
         if not end.isfinite().all():
             return True
         rounding = len(self.losses) * torch.finfo(end.dtype).eps * start.norm()
-        allowed = SHARE * (end - start).norm() + rounding + LEAST
+        allowed = share * (end - start).norm() + rounding + LEAST
         return bool((found.view_as(end) - end).norm() <= allowed)
 
 
 def check(step, start: State, images: Tensor, targets: Tensor, outputs: int) -> Check:
-    """Take the steps; of the images and targets only shapes and types count."""
+    """Take the steps; of the images and targets only shapes and types count.
+
+    A network that learns too fast to be followed is anywhere after three steps: its rate is lower.
+    """
     random = np.random.RandomState(0)  # whose stream NumPy keeps fixed
     noise = torch.from_numpy(random.standard_normal(tuple(images.shape))).to(images.dtype)
     labels = torch.from_numpy(random.randint(outputs, size=tuple(targets.shape))).long()
+    aside = torch.from_numpy(random.standard_normal(tuple(images.shape))).to(images.dtype)
+    for rate in RATES:
+        losses, end = _taken(step, start, noise, labels, rate)
+        found = Check(start, noise, labels, rate, losses, end)
+        _, other = _taken(step, start, noise + ASIDE * aside, labels, rate)
+        if all(t.isfinite().all() for t in end.values()) and not found.apart(other, STEADY):
+            break
+    return found
+
+
+def _taken(step, start: State, images: Tensor, targets: Tensor, rate: float):
+    """The losses of some steps, and where they end."""
     now, losses = list(start.values()), []
-    rate = torch.tensor(CHECK_RATE, dtype=images.dtype)
-    for _ in range(CHECK_STEPS):
-        *now, loss = step(*now, rate, noise, labels)[: len(now) + 1]
+    for _ in range(STEPS):
+        *now, loss = step(*now, images.new_tensor(rate), images, targets)[: len(now) + 1]
         losses.append(float(loss))
-    return Check(start, noise, labels, losses, dict(zip(start, now, strict=True)))
+    return losses, dict(zip(start, now, strict=True))
 
 
 def _session(path: Path):
