@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import shutil
 import subprocess
@@ -76,6 +77,12 @@ def changed(folder: Path, to: Path, name: str, change) -> Path:
     path = other / name
     path.write_bytes(change(path.read_bytes()))
     return other
+
+
+def signed(manifest: dict) -> str:
+    """A manifest as text, with the digest of what it says now."""
+    manifest = json.loads(json.dumps(manifest))
+    return json.dumps(manifest | {"digest": module("exported").signature(manifest)})
 
 
 def module(name: str):

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 import tiny
-from on_device import SOURCE, called, changed, exported, module, run, same
+from on_device import SOURCE, called, changed, exported, module, run, same, signed
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_the_self_test_compares_with_pytorch(folder, tmp_path):
     other = shutil.copytree(folder, tmp_path / "other")
     about = json.loads((other / "manifest.json").read_text())
     about["check"]["losses"][2] += 0.1
-    (other / "manifest.json").write_text(json.dumps(about))
+    (other / "manifest.json").write_text(signed(about))
     wrong = run("self-test", "--model", other)
     assert wrong.returncode == 2 and "something else" in wrong.stderr
 
@@ -146,12 +146,12 @@ def test_a_manifest_that_does_not_fit_the_graph_is_refused(folder, photos, tmp_p
         for n in list(about["parameters"]):
             about["parameters"][f"x{n}"] = about["parameters"].pop(n)
             moves[f"x{n}"] = moves.pop(n)
-        return json.dumps(about).encode()
+        return signed(about).encode()
 
     def larger(data: bytes) -> bytes:
         about = json.loads(data)
         about["images"] = [None, 3, 64, 64]
-        return json.dumps(about).encode()
+        return signed(about).encode()
 
     for i, change in enumerate((renamed, larger)):
         other = changed(folder, tmp_path / str(i), "manifest.json", change)
@@ -180,7 +180,7 @@ def test_the_distribution_needs_no_torch():
 
 
 def test_the_same_pictures_are_held_out_as_by_gradfilter_train(photos):
-    device = module("photos")
+    device = module("folders")
     from gradfilter.recipes.datasets import folder as recipes
 
     files = recipes.class_files(photos, "train")

@@ -7,7 +7,9 @@ from hashlib import sha256
 import numpy as np
 import pytest
 import tiny
-from on_device import changed, exported, module, refused, run
+from on_device import changed, exported, module, refused, run, signed
+
+from gradfilter.export import folder as manifests
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +24,7 @@ def folder(tmp_path_factory, photos):
 
 def rewritten(**values):
     """A change of a manifest."""
-    return lambda data: json.dumps(json.loads(data) | values).encode()
+    return lambda data: signed(json.loads(data) | values).encode()
 
 
 def within(key: str, **values):
@@ -53,6 +55,18 @@ def moving(name: str, move: list):
         (rewritten(format=1), "format 1"),
         (rewritten(recipe={"momentum": 0.9}), "'momentum'"),
         (rewritten(recipe={"batch": 0}), "batch must be"),
+        (rewritten(recipe={"batch": True}), "batch must be"),
+        (rewritten(recipe={"batch": 2**31}), "batch must be"),
+        (rewritten(recipe={"epochs": 1.5}), "epochs must be"),
+        (rewritten(recipe={"lr": "0.1"}), "lr must be"),
+        (rewritten(recipe={"lr": True}), "lr must be"),
+        (rewritten(recipe={"lr": float("nan")}), "lr must be"),
+        (rewritten(recipe={"lr": 10**400}), "lr must be"),
+        (rewritten(recipe={"warmup": 2}), "warmup must be"),
+        (rewritten(recipe={"warmup": -0.1}), "warmup must be"),
+        (rewritten(recipe={"seed": 1.0}), "seed must be a whole number, not 1.0"),
+        (rewritten(recipe={"augment": 1}), "augment must be true or false, not 1"),
+        (rewritten(recipe={"augment": None}), "augment must be"),
         (lambda data: b"[]", "no manifest"),
     ],
 )  # fmt: skip
@@ -108,6 +122,58 @@ def test_a_manifest_of_other_kinds_is_refused_by_every_command(
         assert module("cli").main(line) == 2
         told = capsys.readouterr().err
         assert told.count("\n") == 1 and why in told
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [(b"127.0", b"126.0"), (b'"class0"', b'"class3"'), (b'"digest": "', b'"digest": "0')],
+)
+def test_a_manifest_that_was_changed_is_refused(folder, old, new, tmp_path):
+    """Each change gives another manifest that could be."""
+    other = changed(
+        folder, tmp_path / "other", "manifest.json", lambda data: data.replace(old, new)
+    )
+    assert refused(run("status", "--model", other), "manifest.json was changed or damaged since")
+
+
+def test_a_manifest_may_be_written_in_another_way(folder, tmp_path):
+    """What it says counts."""
+
+    def sorted_anew(data: bytes) -> bytes:
+        return json.dumps(json.loads(data), sort_keys=True, indent=4).encode()
+
+    other = changed(folder, tmp_path / "other", "manifest.json", sorted_anew)
+    assert run("status", "--model", other).returncode == 0
+
+
+def test_both_packages_sign_a_manifest_alike():
+    about = {"b": [1, 0.1, 1e-30, float("inf")], "a": {"\u00e4": None}, "digest": "of before"}
+    expected = manifests.signed({k: v for k, v in about.items() if k != "digest"})["digest"]
+    assert module("exported").signature(about) == expected
+
+
+@pytest.mark.parametrize("mean", [[127.0] * 3, [127.5] * 3])
+def test_another_preprocessing_is_another_export(folder, photos, mean, tmp_path):
+    out = tmp_path / "run"
+    assert run("train", photos, "--model", folder, "--run", out).returncode == 0
+    change = within("pictures", mean=mean)
+    other = changed(folder, tmp_path / "other", "manifest.json", change)
+    done = run("status", "--model", other, "--run", out)
+    assert done.returncode == 0 if mean == [127.0] * 3 else refused(done, "of another export")
+
+
+@pytest.mark.parametrize("recipe, given, taken", [
+    ({}, [], True), ({"augment": False}, [], False), ({"augment": True}, [], True),
+    ({"augment": False}, ["--augment"], True), ({"augment": True}, ["--no-augment"], False),
+])  # fmt: skip
+def test_a_recipe_tells_whether_pictures_are_varied(folder, photos, recipe, given, taken, tmp_path):
+    change = within("recipe", **recipe)
+    other = changed(folder, tmp_path / "other", "manifest.json", change)
+    line = ["train", str(photos), "--model", str(other), "--threads", "1", *given]
+    assert module("cli").main(line) == 0
+    checkpoint = module("checkpoint")
+    _, about = checkpoint.load(other / "run" / checkpoint.LAST)
+    assert about["options"]["augment"] is taken
 
 
 def test_an_export_for_programs_of_ones_own_is_tested_too(folder, tmp_path):

@@ -144,9 +144,10 @@ def test_a_full_disk_is_told_and_leaves_the_checkpoint(folder, photos, tmp_path)
     done = run(*arguments, preexec_fn=full)
     assert refused(done, "cannot write")
     assert (out / "last.npz").read_bytes() == before
-    assert {p.name for p in out.iterdir()} == {"last.npz"}
+    assert {p.name for p in out.iterdir()} == {"last.npz", "lock"}
     assert run(*arguments).returncode == 0
-    assert {p.name for p in out.iterdir()} == {"last.npz", "previous.npz", "best.npz", "log.csv"}
+    files = {"last.npz", "previous.npz", "best.npz", "log.csv", "lock"}
+    assert {p.name for p in out.iterdir()} == files
 
 
 def test_a_run_has_a_folder_before_it_takes_time(folder, photos, tmp_path):
@@ -162,7 +163,7 @@ def test_a_loss_that_is_no_number_ends_the_run(folder, photos, tmp_path):
     # one step in all: its loss is a number, what comes out of it is not
     once = run("train", photos, "--model", folder, "--run", out, "--lr", 1e40, "--batch", 30)
     assert once.returncode == 2 and "0.weight stopped being a number at step 1" in once.stderr
-    assert not list(out.iterdir())
+    assert [p.name for p in out.iterdir()] == ["lock"]
 
 
 @pytest.mark.parametrize(
@@ -208,7 +209,7 @@ def test_a_run_of_a_version_that_knew_only_what_it_trained_on_goes_on(folder, ph
     arguments = ("train", photos, "--model", folder, "--run", tmp_path)
     assert run(*arguments).returncode == 0
     values, about = checkpoint.load(path)
-    train, _ = module("photos").open_folder(photos, ["class0", "class1", "class2"], False)
+    train, _ = module("folders").open_folder(photos, ["class0", "class1", "class2"], False)
     told = [(file.relative_to(photos).as_posix(), label) for file, label in train]
     about["pictures"] = hashlib.sha256(repr(told).encode()).hexdigest()
     checkpoint.save(path, values, about)
@@ -218,7 +219,7 @@ def test_a_run_of_a_version_that_knew_only_what_it_trained_on_goes_on(folder, ph
 def test_nobody_reads_what_is_told(folder, photos, tmp_path):
     """`| head` ends a command quietly; what was trained by then is saved."""
     line = ("--model", folder, "--run", tmp_path / "run")
-    for arguments in (("status", *line), ("train", photos, *line), ("self-test", *line[:2])):
+    for arguments in (("train", photos, *line), ("status", *line), ("self-test", *line[:2])):
         reader, writer = os.pipe()
         os.close(reader)
         command, environment = called(*arguments)

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from on_device import module
+from on_device import module, signed
 from onnx import helper
 from torch import nn
 
@@ -71,7 +71,7 @@ def sabotaged(folder, to, fault: str, names):
             _spoil(model.graph, name, *FAULTS[fault])
         onnx.save(model, other / file)
         about["files"][file] = sha256((other / file).read_bytes()).hexdigest()
-    (other / "manifest.json").write_text(json.dumps(about))
+    (other / "manifest.json").write_text(signed(about))
     return other
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -10,10 +11,12 @@ from typing import BinaryIO
 
 import numpy as np
 
-from gradfilter_device.exported import Unusable, Values
+from gradfilter_device.exported import Exported, Unusable, Values, reason
 
 LAST, PREVIOUS, BEST = "last.npz", "previous.npz", "best.npz"
 ABOUT = "about"  # what is no tensor, as JSON
+KEYS = {"step", "rows", "sums", "skipped", "options", "asked", "export", "pictures"}  # of that
+Checkpoint = tuple[Values, dict]
 
 
 def save(path: Path, values: Values, about: dict, previous: Path | None = None) -> None:
@@ -37,22 +40,31 @@ def put(path: Path, write: Callable[[BinaryIO], object], previous: Path | None =
     except OSError as error:
         if new.is_file():
             new.unlink()
-        raise Unusable(f"cannot write {path}: {error.strerror or error}") from error
+        raise Unusable(f"cannot write {path}: {reason(error)}") from error
 
 
-def load(path: Path) -> tuple[Values, dict] | None:
-    """A whole checkpoint, or None where the file is missing or torn."""
+def load(path: Path) -> Checkpoint | None:
+    """A whole checkpoint, or None where the file is missing or torn.
+
+    What the disk refuses to give is neither: it may be whole.
+    """
     try:
-        with np.load(path) as file:
+        with open(path, "rb") as opened, np.load(opened) as file:
             values = {name: file[name] for name in file.files}
         return values, json.loads(str(values.pop(ABOUT)))
     except MemoryError:
         raise
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno in (None, errno.EINVAL):  # a place that torn bytes sent zipfile to
+            return None
+        raise Unusable(f"cannot read {path}: {reason(error)}") from error
     except Exception:  # NumPy and zipfile fail in many ways, depending on which byte is wrong
         return None
 
 
-def latest(folder: Path) -> tuple[Values, dict] | None:
+def latest(folder: Path) -> Checkpoint | None:
     """The newest whole checkpoint of a run; None where nothing was saved."""
     places = [folder / name for name in (LAST, PREVIOUS)]
     for path in places:
@@ -61,6 +73,17 @@ def latest(folder: Path) -> tuple[Values, dict] | None:
     if any(path.exists() for path in places):
         raise Unusable(f"the checkpoints in {folder} are damaged; remove them to start anew")
     return None
+
+
+def check(model: Exported, folder: Path, found: Checkpoint, shapes: dict[str, list[int]]) -> None:
+    """Refuse a checkpoint of another export, or one that lacks a tensor of these shapes."""
+    values, about = found
+    if not isinstance(about, dict) or KEYS - about.keys():
+        raise Unusable(f"what is in {folder} is no checkpoint of a run")
+    if about["export"] != model.digest:
+        raise Unusable(f"the run in {folder} is of another export; give that, or another --run")
+    if (wrong := model.unlike(values, shapes)) is not None:
+        raise Unusable(f"the checkpoint in {folder} does not fit the network: {wrong}")
 
 
 def _flush(folder: Path) -> None:

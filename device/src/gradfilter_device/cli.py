@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from gradfilter_device import __version__
-from gradfilter_device.exported import Exported, Unusable
+from gradfilter_device.exported import Exported, Unusable, reason
 
 GONE = 141  # what a shell gives for a program that SIGPIPE has ended
+PREDICTIONS = "predictions"  # where masks go, in the folder of a run
 
 
 def train(args: argparse.Namespace) -> None:
@@ -26,7 +31,7 @@ def train(args: argparse.Namespace) -> None:
     options = Options.of(model.manifest.get("recipe", {}) | fixed | given)
     if model.batch and options.batch != model.batch:
         raise Unusable(f"this network was exported for batches of {model.batch}")
-    run = Run(model, args.data, args.run or args.model / "run", options, args.threads)
+    run = Run(model, args.data, run_of(args), options, args.threads)
     run.agree(given)
     if args.memory_limit:
         run.limit(args.memory_limit * memory.MIB)
@@ -46,23 +51,22 @@ def predict(args: argparse.Namespace) -> None:
     from gradfilter_device.training import Tester
 
     model = Exported(args.model)
-    if model.masks:
-        check_stems(args.images)
     classes, broken = model.pictures["classes"], 0
     tester = Tester(model, trained(model, args), args.threads)
     feeder = Feeder(model, [], 0, False, Skipped(Path()))
     for path in args.images:
         try:
-            image = photos.picture(path)
+            photo = feeder.picture(path)
         except photos.Broken as error:
             broken += 1
             print(f"skipped: {error}", file=sys.stderr)
             continue
-        x = (photos.cut(image, model.size, model.masks) - feeder.mean) / feeder.std
-        scores = tester.scores(x[None].astype(model.dtype))[0]
+        x = feeder.normal(photos.cut(photo, model.size, model.masks))
+        scores = tester.scores(x[None])[0]
         if model.masks:
             mask = scores.argmax(0).astype(np.uint8)
-            print(f"{path}: {save_mask(mask, image.size, path, args.masks)}", flush=True)
+            folder = args.masks or run_of(args) / PREDICTIONS
+            print(f"{path}: {save_mask(mask, photo.size, path.stem, folder)}", flush=True)
             continue
         shares = np.exp(scores - scores.max())
         shares /= shares.sum()
@@ -72,32 +76,49 @@ def predict(args: argparse.Namespace) -> None:
         raise Unusable(f"{broken} of {len(args.images)} pictures could not be read")
 
 
-def check_stems(paths: list[Path]) -> None:
-    """Refuse pictures whose masks would overwrite each other."""
-    seen: dict[str, Path] = {}
-    for path in paths:
-        other = seen.setdefault(path.stem, path)
-        if other != path:
-            raise Unusable(f"{other} and {path} would have the same mask file; ask one by one")
-
-
-def save_mask(mask, size, path: Path, folder: Path) -> Path:
+def save_mask(mask, size: tuple[int, int], stem: str, folder: Path) -> Path:
+    """Write a mask to a new file; gives its name."""
     from PIL import Image
 
-    told = folder / f"{path.stem}.png"
+    image = Image.fromarray(mask).resize(size, Image.Resampling.NEAREST)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(mask).resize(size, Image.Resampling.NEAREST).save(told)
+        with new_file(folder, stem) as file, written_whole(Path(file.name)):
+            image.save(file, "PNG")
     except OSError as error:
-        raise Unusable(f"cannot write {told}: {error.strerror or error}") from error
-    return told
+        raise Unusable(f"cannot write {folder}: {reason(error)}") from error
+    return Path(file.name)
+
+
+def new_file(folder: Path, stem: str) -> BinaryIO:
+    """A file under the first name that no other has."""
+    for n in itertools.count():
+        try:
+            return open(folder / (f"{stem}-{n}.png" if n else f"{stem}.png"), "xb")
+        except FileExistsError:
+            continue
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[None]:
+    """Leaves no file that was not written to its end."""
+    try:
+        yield
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def run_of(args: argparse.Namespace) -> Path:
+    """The folder of the run that a command is about."""
+    return args.run or args.model / "run"
 
 
 def trained(model: Exported, args: argparse.Namespace) -> dict:
     """The parameters of a run, or those that were exported."""
     from gradfilter_device import checkpoint
 
-    path = (args.run or args.model / "run") / checkpoint.BEST
+    path = run_of(args) / checkpoint.BEST
     found = checkpoint.load(path)
     if found is None and path.exists():
         raise Unusable(f"{path} is damaged; train again, or remove it to use the exported network")
@@ -106,22 +127,17 @@ def trained(model: Exported, args: argparse.Namespace) -> dict:
             raise Unusable(f"{args.run} holds no trained network yet")
         print("not trained here yet: these are the exported parameters", file=sys.stderr)
         return model.start()
-    values, about = found
-    check_export(model, about)
-    return values
-
-
-def check_export(model: Exported, about: dict) -> None:
-    """Refuse the checkpoint of a run of another network."""
-    if about["export"] != model.digest:
-        raise Unusable("the run is of another export; give the one it was trained with")
+    checkpoint.check(model, path.parent, found, model.parameters)
+    return found[0]
 
 
 def status(args: argparse.Namespace) -> None:
     """say how far the training is, and what was exported"""
     from gradfilter_device import checkpoint, metrics
 
-    model = Exported(args.model)
+    model, folder = Exported(args.model), run_of(args)
+    if args.run and not folder.exists():
+        raise Unusable(f"there is no run in {folder}: no such folder")
     m = model.manifest
     count, *shape = m["images"]
     sides = "x".join("any" if s is None else str(s) for s in shape)
@@ -130,12 +146,12 @@ def status(args: argparse.Namespace) -> None:
         f"images {sides}, {count or 'any number'} a step"
     )
     print(f"step        {m['optimizer']['name']}; {m['task']}")
-    found = checkpoint.latest(args.run or args.model / "run")
+    found = checkpoint.latest(folder)
     if found is None:
         print("training    not begun")
         return
+    checkpoint.check(model, folder, found, model.parameters | model.state)
     about = found[1]
-    check_export(model, about)
     total = about["options"]["epochs"]
     print(
         f"training    step {about['step']}, batches of {about['options']['batch']}, "
@@ -208,7 +224,7 @@ def train_arguments(command: argparse.ArgumentParser) -> None:
     add(
         "--augment",
         action=argparse.BooleanOptionalAction,
-        help="cut and mirror photographs to classify at random (default: yes)",
+        help="cut and mirror photographs to classify at random (default: as exported, else yes)",
     )
     add(
         "--memory-limit",
@@ -228,7 +244,10 @@ def train_arguments(command: argparse.ArgumentParser) -> None:
 def predict_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("images", nargs="+", type=Path, metavar="IMAGE")
     command.add_argument(
-        "--masks", type=Path, default=Path("masks"), metavar="DIR", help="where masks go"
+        "--masks",
+        type=Path,
+        metavar="DIR",
+        help="where masks go, in new files (default: predictions in the run's folder)",
     )
 
 
@@ -283,14 +302,30 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
+    steady()
     try:
         try:
             return called(argv)
         finally:
             sys.stdout.flush()  # here and not when Python ends, where it would be told
     except BrokenPipeError:  # the reader of our output has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return GONE
+        code = GONE
+    except OSError as error:  # a full disk under our output
+        code, place = 2, f"{error.filename}: " if error.filename else "cannot be told: "
+        with suppress(OSError):
+            print(f"gradfilter-device: {place}{reason(error)}", file=sys.stderr)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
+
+
+def steady() -> None:
+    """Have an output that takes the name of any file, and one where the caller has closed it."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+        elif stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def called(argv: list[str] | None) -> int:

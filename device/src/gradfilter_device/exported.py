@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST, TRAIN, PREDICT = "manifest.json", "train.onnx", "predict.onnx"
 PROBE, IN_BLOCKS = "probe.onnx", "-blocked.onnx"  # the end of the name of a graph in blocks
 PARAMETERS, CONSTANTS = "parameters.npz", "constants.bin"
@@ -20,7 +20,7 @@ TYPES = {"float32": "tensor(float)", "float64": "tensor(double)"}  # NumPy's nam
 NEEDED = {
     "format": int, "files": dict, "parameters": dict, "state": dict, "dtype": str, "images": list,
     "targets": list, "task": str, "frozen": bool, "in_place": bool, "optimizer": dict,
-    "layers": dict, "outputs": int, "check": dict, "rows": list,
+    "layers": dict, "outputs": int, "check": dict, "rows": list, "digest": str,
 }  # fmt: skip
 TASKS = {"classification": 1, "segmentation": 3}  # axes of the targets
 LARGEST = 3e38  # of float32
@@ -47,10 +47,8 @@ class Exported:
 
     @property
     def digest(self) -> str:
-        """Tells this export from others."""
-        return hashlib.sha256(
-            json.dumps(self.manifest["files"], sort_keys=True).encode()
-        ).hexdigest()
+        """Tells this export from others: by its files, and by what the manifest says of them."""
+        return self.manifest["digest"]
 
     @property
     def size(self) -> tuple[int, int]:
@@ -75,12 +73,18 @@ class Exported:
         except MemoryError:
             raise
         except Exception as error:  # NumPy and zipfile fail in many ways
-            raise Unusable(f"{path} cannot be read: {first_line(error)}") from error
-        for name, shape in self.parameters.items():
-            own = found.get(name)
-            if own is None or list(own.shape) != shape or own.dtype != self.dtype:
-                raise Unusable(f"{path} does not fit {MANIFEST}: {name}")
+            raise Unusable(f"{path} cannot be read: {reason(error)}") from error
+        if (wrong := self.unlike(found, self.parameters)) is not None:
+            raise Unusable(f"{path} does not fit {MANIFEST}: {wrong}")
         return found | {name: np.zeros(s, self.dtype) for name, s in self.state.items()}
+
+    def unlike(self, values: Values, shapes: dict[str, list[int]]) -> str | None:
+        """The first tensor that is missing or is not of its shape and type."""
+        for name, shape in shapes.items():
+            own = values.get(name)
+            if own is None or list(own.shape) != shape or own.dtype != self.dtype:
+                return name
+        return None
 
     def session(self, name: str, threads: int = 0):
         """A graph, loaded; it must have what the manifest says."""
@@ -131,7 +135,7 @@ class Exported:
                 str(self.folder / name), options, providers=["CPUExecutionProvider"]
             )
         except Exception as error:  # the runtime has exceptions of its own
-            told = f"ONNX Runtime cannot load {self.folder / name}: {first_line(error)}"
+            told = f"ONNX Runtime cannot load {self.folder / name}: {reason(error)}"
             raise Unusable(told) from error
         return session
 
@@ -164,8 +168,11 @@ class Exported:
                 raise Unusable(f"{MANIFEST} does not fit {name}: {wrong[0]}")
 
 
-def first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+def reason(error: Exception) -> str:
+    """Why something failed, in a line that names no file."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _described(tensors) -> dict[str, tuple[list[int | None], str]]:
@@ -181,7 +188,7 @@ def _manifest(path: Path) -> dict:
             f"{path.parent} holds no exported network: there is no {MANIFEST}"
         ) from error
     except (OSError, ValueError) as error:
-        raise Unusable(f"{path} cannot be read: {error}") from error
+        raise Unusable(f"{path} cannot be read: {reason(error)}") from error
     if not isinstance(found, dict) or not isinstance(found.get("format"), int):
         raise Unusable(f"{path} is no manifest of an export: it has no 'format'")
     if found["format"] != FORMAT:
@@ -189,6 +196,8 @@ def _manifest(path: Path) -> dict:
     for key, kind in NEEDED.items():
         if not isinstance(found.get(key), kind):
             raise Unusable(f"{path} is no manifest of an export: it has no {key!r}")
+    if found["digest"] != signature(found):
+        raise Unusable(f"{path} was changed or damaged since the export")
     for name in (TRAIN, PREDICT, PARAMETERS, CONSTANTS):
         if name not in found["files"]:
             raise Unusable(f"{path} is no manifest of an export: it has no hash of {name}")
@@ -198,6 +207,13 @@ def _manifest(path: Path) -> dict:
     if found.get("pictures") is not None:
         _check_pictures(found["pictures"], found["outputs"])
     return found
+
+
+def signature(manifest: dict) -> str:
+    """The hash of all that a manifest says beside it. The same as gradfilter's."""
+    said = {key: value for key, value in manifest.items() if key != "digest"}
+    text = json.dumps(said, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _right(found: dict) -> dict[str, bool]:
@@ -280,7 +296,10 @@ def _any_numbers(x: list) -> bool:
 
 def _digest(path: Path) -> str:
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except OSError as error:
+        raise Unusable(f"cannot read {path}: {reason(error)}") from error
     return digest.hexdigest()

@@ -10,14 +10,14 @@ from contextlib import contextmanager
 
 @contextmanager
 def interrupts() -> Iterator[list[int]]:
-    """The signals that came; a second Ctrl-C gets through at once.
+    """The signals that came; a second Ctrl-C or a second SIGTERM gets through at once.
 
     In the middle of a step half of the tensors are old: nothing could be saved there.
     """
     asked: list[int] = []
 
     def note(number, frame):
-        if number == signal.SIGINT and number in asked:
+        if number in asked:
             raise KeyboardInterrupt
         asked.append(number)
 

@@ -8,7 +8,7 @@ import io
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,51 +16,17 @@ import numpy as np
 from gradfilter_device import checkpoint, memory, metrics
 from gradfilter_device.exported import PREDICT, Exported, Unusable, Values
 from gradfilter_device.feeding import Batch, Feeder, Skipped, open_examples
+from gradfilter_device.folders import Example
 from gradfilter_device.interrupts import interrupts
-from gradfilter_device.photos import Example
+from gradfilter_device.locking import lock
+from gradfilter_device.options import Options
+from gradfilter_device.photos import NOTHING
 from gradfilter_device.screen import Line
 from gradfilter_device.stepping import Stepper
 
 LOG = "log.csv"
-REFERENCE_BATCH = 128  # images a step that a learning rate is given for
 TRIALS = 4  # steps until the memory that the allocator holds on to no longer grows
-UNREADABLE = "none of the pictures to train on can be read"
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a run trains; fixed when it starts."""
-
-    epochs: int = 10
-    batch: int = 8
-    lr: float = 0.05
-    warmup: float = 0.1
-    seed: int = 0
-    augment: bool = True
-
-    def __post_init__(self):
-        for name, least in (("epochs", 1), ("batch", 1), ("lr", 0), ("warmup", 0)):
-            value = getattr(self, name)
-            number = isinstance(value, int) or (isinstance(value, float) and least == 0)
-            if not number or not least <= value < math.inf:
-                raise Unusable(f"{name} must be a number >= {least}, not {value!r}")
-
-    @staticmethod
-    def of(recipe: dict) -> Options:
-        """By their names; refuses one that is not known."""
-        known = {f.name for f in fields(Options)}
-        for name in recipe:
-            if name not in known:
-                raise Unusable(f"the recipe of the export has {name!r}, which is not known here")
-        return Options(**recipe)
-
-    def rate(self, step: int, total: int) -> float:
-        """The learning rate of a step: rises over the warm-up, then falls as a cosine to 0."""
-        peak = self.lr * self.batch / REFERENCE_BATCH
-        rising = round(self.warmup * total)
-        if step < rising:
-            return peak * (step + 1) / (rising + 1)
-        return peak * 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, total - rising)))
+UNREADABLE = "none of the pictures to {} on can be read"
 
 
 class Run:
@@ -75,7 +41,7 @@ class Run:
         self.step, self.rows, self.skipped = 0, [], Skipped(data)
         self.most: int | None = None  # bytes
         self.sums = [0.0, 0]  # of losses since the last evaluation, and their number
-        _make(folder)
+        self.lock = lock(folder)
         values = self._resume()
         self.resumed = values is not None
         self.stepper = Stepper(model, threads, model.start() if values is None else values)
@@ -120,11 +86,13 @@ class Run:
             return
         found = memory.fitting(limit, o.batch, fixed, self._trial())
         if found < o.batch:
+            less = replace(o, batch=found)
             print(
-                f"batches of {found} instead of {o.batch}, for {limit / memory.MIB:.0f} MB in all",
+                f"batches of {found} instead of {o.batch}, for {limit / memory.MIB:.0f} MB in all; "
+                f"the highest learning rate is {less.peak:.3g} instead of {o.peak:.3g}",
                 flush=True,
             )
-            self.options = replace(o, batch=found)
+            self.options = less
         self.most = limit
         # the trial steps have moved the optimizer's state
         saved = checkpoint.latest(self.folder)
@@ -133,33 +101,46 @@ class Run:
 
     def go(self, save_every: float) -> None:
         """Train to the end; saves at every epoch and every so many minutes."""
-        feeder = self._feeder()
-        line, saved = Line("training", self.total), time.monotonic()
-        with interrupts() as stop:
+        with self.lock, interrupts() as stop:
             if self.untested:
                 self._evaluate()
                 self._check_memory()
-            while self.step < self.total:
-                epoch, within = divmod(self.step, self.per_epoch)
-                batch = feeder.batch(epoch, within, self.options.batch)
-                self._take(batch, self.options.rate(self.step, self.total))
-                self.step += 1
-                line.show(self.step, f"loss {self.sums[0] / max(1, self.sums[1]):.3f}")
-                if self.step % self.per_epoch == 0:
-                    line.end()
-                    self._evaluate()
-                    saved = time.monotonic()
-                elif stop or time.monotonic() - saved > 60 * save_every:
-                    self._save()
-                    saved = time.monotonic()
-                self._check_memory()  # of the test too, which has its row by now
-                if stop and self.step < self.total:
-                    line.end()
-                    raise KeyboardInterrupt("saved; the same command goes on")
+            if self.step < self.total:
+                self._check_readable()
+                self._train(save_every, stop)
 
-    def _feeder(self) -> Feeder:
+    def _train(self, save_every: float, stop: list[int]) -> None:
+        feeder = self._feeder(self.train)
+        line, saved = Line("training", self.total), time.monotonic()
+        while self.step < self.total:
+            epoch, within = divmod(self.step, self.per_epoch)
+            batch = feeder.batch(epoch, within, self.options.batch)
+            self._take(batch, self.options.rate(self.step, self.total))
+            self.step += 1
+            line.show(self.step, f"loss {self.sums[0] / max(1, self.sums[1]):.3f}")
+            if self.step % self.per_epoch == 0:
+                line.end()
+                self._evaluate()
+                saved = time.monotonic()
+            elif stop or time.monotonic() - saved > 60 * save_every:
+                self._save()
+                saved = time.monotonic()
+            self._check_memory()  # of the test too, which has its row by now
+            if stop and self.step < self.total:
+                line.end()
+                raise KeyboardInterrupt("saved; the same command goes on")
+
+    def _check_readable(self) -> None:
+        """Refuse pictures of which not one counts, before time is spent on them."""
+        for what, examples in (("train", self.train), ("test", self.test)):
+            feeder = Feeder(self.model, examples, 0, False, self.skipped)
+            batches = (feeder.read([i]) for i in range(len(examples)))
+            if not any(b is not None and (b.targets != NOTHING).any() for b in batches):
+                raise Unusable(UNREADABLE.format(what))
+
+    def _feeder(self, examples: list[Example]) -> Feeder:
         o = self.options
-        return Feeder(self.model, self.train, o.seed, o.augment, self.skipped)
+        return Feeder(self.model, examples, o.seed, o.augment, self.skipped)
 
     def _take(self, batch: Batch | None, rate: float) -> None:
         """One step; a batch in which every picture is broken is none."""
@@ -180,15 +161,19 @@ class Run:
             )
 
     def _trial(self) -> Callable[[int], None]:
-        """Takes steps of so many pictures that change no parameter, and tests on them."""
-        feeder = self._feeder()
+        """Takes steps of so many pictures that change no parameter, and tests on them.
+
+        They are the largest of all, whose reading takes the most memory.
+        """
+        feeder = self._feeder(self.train + self.test)
+        largest = feeder.largest()
         tester = Tester(self.model, self.stepper.values, self.threads)
 
         def step(count: int) -> None:
-            found = feeder.read(i % len(self.train) for i in range(count))
+            found = feeder.first(largest, count)
             if found is None:
-                raise Unusable(UNREADABLE)
-            # broken ones are made up for
+                raise Unusable(UNREADABLE.format("train"))
+            # where there are too few, they are taken again
             parts = (found.images, found.targets)
             whole = Batch(*(np.resize(a, (count, *a.shape[1:])) for a in parts))
             del found, parts
@@ -201,7 +186,7 @@ class Run:
     def _evaluate(self) -> None:
         """Test, add a row, keep the best, save."""
         if not self.sums[1]:
-            raise Unusable(UNREADABLE)
+            raise Unusable(UNREADABLE.format("train"))
         self._check_numbers()
         tester = Tester(self.model, self.stepper.values, self.threads)
         row = {
@@ -253,9 +238,8 @@ class Run:
         found = checkpoint.latest(self.folder)
         if found is None:
             return None
-        values, about = found
-        if about["export"] != self.model.digest:
-            raise Unusable(f"the run in {self.folder} is of another export; give another --run")
+        model, (values, about) = self.model, found
+        checkpoint.check(model, self.folder, found, model.parameters | model.state)
         if about["pictures"] not in (self.pictures, self.trained_on):
             raise Unusable(
                 f"the run in {self.folder} began with other pictures; give another --run"
@@ -278,14 +262,6 @@ class Run:
         writer.writeheader()
         writer.writerows(self.rows)
         checkpoint.put(self.folder / LOG, lambda file: file.write(text.getvalue().encode()))
-
-
-def _make(folder: Path) -> None:
-    """Make the folder of a run, before any time is spent on it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Unusable(f"cannot make the folder {folder}: {error.strerror or error}") from error
 
 
 def _digest(data: Path, *parts: list[Example]) -> str:
@@ -330,7 +306,7 @@ class Tester:
         feeder = Feeder(self.model, examples, 0, False, skipped)
         counted = sum(map(self.counts, _batches(feeder, batch)))
         if not np.any(counted):
-            raise Unusable("none of the pictures to test on can be read")
+            raise Unusable(UNREADABLE.format("test"))
         return metrics.metrics(counted, self.model.masks)
 
 
