@@ -38,6 +38,12 @@ def test_sixteen_bits_of_grey_are_scaled(tmp_path):
     assert decode.picture(tmp_path / "a.png")[1].tolist() == [[0, 0x12], [0x80, 0xFF]]
 
 
+def test_32_bits_of_grey_that_hold_bytes_stay_as_they_are(tmp_path):
+    for name, grey, read in (("a.tif", [0, 200], [0, 200]), ("b.tif", [0, 0x1234], [0, 0x12])):
+        Image.fromarray(np.array([grey], np.int32)).save(tmp_path / name)
+        assert decode.picture(tmp_path / name)[1, 0].tolist() == read
+
+
 def test_transparent_parts_are_white(tmp_path):
     image = Image.new("RGBA", (2, 1), (0, 0, 0, 0))
     image.putpixel((1, 0), (10, 20, 30, 255))
@@ -65,7 +71,7 @@ def test_unreadable_pictures_are_named(tmp_path):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(BadPicture, match=rf"{name}: cannot be read as a picture") as caught:
             decode.picture(tmp_path / name)
-        assert "\n" not in str(caught.value)
+        assert "\n" not in str(caught.value) and "the file" not in str(caught.value)
     with pytest.raises(BadPicture, match="gone.jpg: no such file"):
         decode.picture(tmp_path / "gone.jpg")
 

@@ -70,8 +70,11 @@ def rgb(image):
     """A Pillow image of any mode as RGB."""
     from PIL import Image
 
-    if image.mode.startswith("I"):  # 16 bits of grey, which convert() would clip to 8
-        image = Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
+    if image.mode.startswith("I"):  # more than 8 bits of grey, which convert() would clip to 8
+        grey = np.asarray(image)
+        if image.mode != "I" or grey.max() > 255:  # "I" may hold bytes: those stay as they are
+            grey = grey >> 8
+        image = Image.fromarray(grey.clip(0, 255).astype(np.uint8))
     if image.mode == "F":
         raise ValueError("its pixels are fractions of unknown range")
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
@@ -88,7 +91,12 @@ def spans(values: dict[int, int]) -> str:
 
 
 def unreadable(path: Path, error: Exception) -> BadPicture:
+    from PIL import UnidentifiedImageError
+
     if isinstance(error, FileNotFoundError):
         return BadPicture(f"{path}: no such file")
-    why = str(error).strip().partition("\n")[0].replace(str(path), "the file")
+    if isinstance(error, UnidentifiedImageError):
+        return BadPicture(f"{path}: cannot be read as a picture (of no known kind)")
+    told = str(getattr(error, "strerror", None) or error).strip().partition("\n")[0]
+    why = told.replace(str(path), "the file")
     return BadPicture(f"{path}: cannot be read as a picture ({why or type(error).__name__})")
