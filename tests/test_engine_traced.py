@@ -10,8 +10,10 @@ import random
 import warnings
 
 import numpy as np
+import passes
 import pytest
 import torch
+from passes import KINDS, Two
 from torch import Tensor, nn
 
 import gradfilter as gf
@@ -22,126 +24,6 @@ EXACT = gf.GalerkinFilter(patch=1)
 
 def images(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
-
-
-class Two(nn.Module):
-    """Two convolutions; how they are called is the test's."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 3, padding=1)
-        self.factor, self.calls, self.last = 3.0, 0, None
-        self.register_buffer("std", torch.full((8,), 2.0))
-        self.scale = nn.Parameter(torch.rand(8))
-
-
-class WithoutGradient(Two):
-    def forward(self, x):
-        with torch.no_grad():
-            h = self.a(x)
-        return self.b(h * self.scale[:, None, None])
-
-
-class SwitchedOff(Two):
-    def forward(self, x):
-        torch.set_grad_enabled(False)
-        h = self.a(x)
-        torch.set_grad_enabled(True)
-        return self.b(h * self.scale[:, None, None])
-
-
-class InAutocast(Two):
-    def forward(self, x):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            h = self.a(x)
-        return self.b(h.float() * self.scale[:, None, None])
-
-
-class Island(Two):
-    def forward(self, x):
-        with torch.autocast("cpu", enabled=False):
-            h = self.a(x)
-        return self.b(h * self.scale[:, None, None])
-
-
-class Drawing(Two):
-    def forward(self, x):
-        return self.b(self.a(x) * self.scale[:, None, None] + torch.randn(8, 1, 1))
-
-
-class Skipping(Two):
-    def forward(self, x):
-        h = self.a(x) * self.scale[:, None, None]
-        return self.b(h if random.random() < 0.5 else h * 2)
-
-
-class SkippingByNumpy(Two):
-    def forward(self, x):
-        h = self.a(x) * self.scale[:, None, None]
-        return self.b(h if np.random.rand() < 0.5 else h * 2)
-
-
-class Counting(Two):
-    def forward(self, x):
-        self.calls += 1
-        return self.b(self.a(x) * self.scale[:, None, None])
-
-
-class Remembering(Two):
-    def forward(self, x):
-        self.last = x.mean()
-        return self.b(self.a(x) * self.scale[:, None, None])
-
-
-class Normalising(Two):
-    def forward(self, x):
-        return self.b(self.a(x) / (2 * self.std)[:, None, None] * self.scale[:, None, None])
-
-
-class Averaging(Two):
-    def forward(self, x):
-        y = self.a(x)
-        self.std.mul_(0.5).add_(y.detach().mean((0, 2, 3)) * 0.5)
-        return self.b(y * self.scale[:, None, None] * self.std[:, None, None])
-
-
-class Multiplying(Two):
-    def forward(self, x):
-        return self.b(self.a(x) * self.scale[:, None, None] * self.factor)
-
-
-class Caching(Two):
-    """Keeps what it has computed in a dict, as timm's attention does."""
-
-    def __init__(self):
-        super().__init__()
-        self.cache = {}
-
-    def forward(self, x):
-        key = str(x.device)
-        if self.training or key not in self.cache:
-            self.cache[key] = self.scale[:, None, None] * 2
-        return self.b(self.a(x) * self.cache[key])
-
-
-class Accumulating(Two):
-    def forward(self, x):
-        total = torch.zeros(8, 1, 1)
-        total.add_(self.scale[:, None, None])
-        total += 1
-        return self.b(self.a(x) * total)
-
-
-class NotItsOwn(Two):
-    """Computes with a parameter that it has in a list."""
-
-    def __init__(self):
-        super().__init__()
-        self.held = [self.scale]
-
-    def forward(self, x):
-        return self.b(self.a(x) * (self.held[0] * 2)[:, None, None])
 
 
 def step(model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
@@ -175,12 +57,6 @@ def assert_like_plain(engine: nn.Module, plain: nn.Module, x: Tensor) -> None:
         assert found[1:3] == expected[1:3]
 
 
-KINDS = [
-    WithoutGradient, SwitchedOff, InAutocast, Island, Drawing, Skipping, SkippingByNumpy, Counting,
-    Remembering, Normalising, Averaging, Multiplying, Caching, Accumulating, NotItsOwn,
-]  # fmt: skip
-
-
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
 def test_a_forward_pass_does_what_pytorch_does(kind):
     x = images(2, 3, 12, 12)
@@ -194,15 +70,15 @@ def test_a_forward_pass_does_what_pytorch_does(kind):
 
 
 REASONS = {
-    WithoutGradient: "WithoutGradient switches gradients on or off",
-    SwitchedOff: "SwitchedOff switches gradients on or off",
-    InAutocast: "InAutocast switches autocast on or off",
-    Island: "Island switches autocast on or off",
-    Drawing: "Drawing draws random numbers",
-    Skipping: "Skipping draws random numbers",
-    SkippingByNumpy: "SkippingByNumpy draws random numbers",
-    Counting: "Counting writes its 'calls'",
-    Remembering: "Remembering writes its 'last'",
+    passes.WithoutGradient: "WithoutGradient switches gradients on or off",
+    passes.SwitchedOff: "SwitchedOff switches gradients on or off",
+    passes.InAutocast: "InAutocast switches autocast on or off",
+    passes.Island: "Island switches autocast on or off",
+    passes.Drawing: "Drawing draws random numbers",
+    passes.Skipping: "Skipping draws random numbers",
+    passes.SkippingByNumpy: "SkippingByNumpy draws random numbers",
+    passes.Counting: "Counting writes its 'calls'",
+    passes.Remembering: "Remembering writes its 'last'",
 }
 
 
@@ -214,11 +90,11 @@ def test_the_plan_says_why(kind):
 
 def test_what_is_computed_from_buffers_and_numbers_follows_them():
     x = images(2, 3, 12, 12)
-    engine, plain = both(Normalising, x)
+    engine, plain = both(passes.Normalising, x)
     for model in (engine, plain):
         model.load_state_dict(model.state_dict() | {"std": torch.full((8,), 5.0)})
     assert_like_plain(engine, plain, x)
-    engine, plain = both(Multiplying, x)
+    engine, plain = both(passes.Multiplying, x)
     for model in (engine, plain):
         model.factor = 0.5
     assert_like_plain(engine, plain, x)
@@ -340,7 +216,7 @@ def test_only_the_part_that_a_graph_cannot_hold_is_left_out():
 
 def test_a_conversion_without_gradients_is_as_one_with():
     x = images(2, 3, 12, 12)
-    plain = WithoutGradient()
+    plain = passes.WithoutGradient()
     engine = copy.deepcopy(plain)
     with torch.no_grad():
         gf.convert(engine, EXACT, example=x)
@@ -348,7 +224,7 @@ def test_a_conversion_without_gradients_is_as_one_with():
 
 
 def test_a_conversion_leaves_random_numbers_and_caches_alone():
-    plain = Caching()
+    plain = passes.Caching()
     engine = copy.deepcopy(plain).eval()
     torch.manual_seed(3)
     expected = torch.rand(1)
