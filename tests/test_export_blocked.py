@@ -15,6 +15,7 @@ from torch import nn
 from torchvision.models.mobilenetv2 import InvertedResidual
 
 import gradfilter as gf
+from gradfilter.export import convolutions
 from gradfilter.export.folder import in_blocks
 from gradfilter.export.graph import BLOCKED
 
@@ -120,6 +121,22 @@ def test_a_network_stays_in_blocks(what, batch, tmp_path):
     assert len(convolutions) == 10  # all but the last, whose map is smaller than its weight
     assert sum(len(n.input) == 4 for n in convolutions) == 1
     assert len(nodes(tmp_path / in_blocks("predict.onnx"), "ReorderOutput")) == 1
+
+
+@x86
+def test_large_weights_are_read_ahead(tmp_path, monkeypatch):
+    """By a Gemm that takes a number of them and leaves it alone, whatever it is."""
+    monkeypatch.setattr(convolutions, "LARGE", 64 * 256)
+    x, target = written(residual(), tmp_path, gf.GalerkinFilter(grid=7), 56, 1)
+    assert_same(*both(tmp_path, x[:1], target[:1]))
+    blocked, plain = (
+        onnx.load(tmp_path / name, load_external_data=False).graph.node
+        for name in (in_blocks("train.onnx"), "train.onnx")
+    )
+    [ahead] = [n for n in blocked if n.op_type == "ReduceMax"]
+    [gemm] = [n for n in blocked if ahead.output[0] in n.input]
+    assert gemm.op_type == "Gemm" and [a.f for a in gemm.attribute if a.name == "beta"] == [0]
+    assert not any(n.op_type == "ReduceMax" for n in plain)
 
 
 @pytest.mark.parametrize("batch", [None, 3])
