@@ -36,6 +36,14 @@ def threads(request):
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, photos):
+    """A small network, exported to be trained on a suite's own `photos` by gradfilter-device."""
+    from on_device import exported
+
+    return exported(tmp_path_factory.mktemp("device") / "exported", photos, epochs=1)
+
+
 @pytest.fixture(scope="session")
 def photos(tmp_path_factory):
     import tiny

@@ -10,17 +10,12 @@ import sys
 import numpy as np
 import pytest
 import tiny
-from on_device import called, exported, module, refused, run
+from on_device import called, module, refused, run
 
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
     return tiny.photographs(tmp_path_factory.mktemp("device") / "photos", each=3)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, photos):
-    return exported(tmp_path_factory.mktemp("device") / "exported", photos, epochs=1)
 
 
 @pytest.fixture(scope="module")

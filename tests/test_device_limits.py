@@ -16,11 +16,6 @@ def photos(tmp_path_factory):
     return tiny.photographs(tmp_path_factory.mktemp("device") / "photos", each=4)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, photos):
-    return exported(tmp_path_factory.mktemp("device") / "exported", photos, epochs=1)
-
-
 def opened(folder, data, out, **options):
     """A run that is about to begin."""
     training, model = module("training"), module("exported").Exported(folder)

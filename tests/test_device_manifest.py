@@ -17,11 +17,6 @@ def photos(tmp_path_factory):
     return tiny.photographs(tmp_path_factory.mktemp("device") / "photos", each=3)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, photos):
-    return exported(tmp_path_factory.mktemp("device") / "exported", photos, epochs=1)
-
-
 def rewritten(**values):
     """A change of a manifest."""
     return lambda data: signed(json.loads(data) | values).encode()

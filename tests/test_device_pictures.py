@@ -21,11 +21,6 @@ def photos(tmp_path_factory):
     return tiny.photographs(tmp_path_factory.mktemp("device") / "photos", each=3)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, photos):
-    return exported(tmp_path_factory.mktemp("device") / "exported", photos, epochs=1)
-
-
 def colours() -> np.ndarray:
     return np.random.RandomState(0).randint(0, 256, (20, 30, 3)).astype(np.uint8)
 

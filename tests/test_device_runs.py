@@ -25,11 +25,6 @@ def photos(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, photos):
-    return exported(tmp_path_factory.mktemp("device") / "exported", photos, epochs=1)
-
-
-@pytest.fixture(scope="module")
 def adamw(tmp_path_factory, photos):
     """Exported with AdamW, and a run of it that nothing stopped."""
     place = tmp_path_factory.mktemp("device")

@@ -73,7 +73,7 @@ def test_a_manifest_has_a_digest_of_all_that_it_says(tmp_path):
     "recipe, why",
     [
         ({"lr": "x"}, "lr of a recipe must be a number"),
-        ({"lr": 0.0}, "above 0"),
+        ({"lr": -0.1}, "from 0 on"),
         ({"warmup": 5}, "from 0 to 1"),
         ({"batch": 0}, "from 1 on"),
         ({"epochs": 1.5}, "whole number"),
@@ -98,9 +98,16 @@ def test_a_runner_is_told_what_it_can_use(tmp_path):
         gf.export(model, x, target, tmp_path, runner=Runner(mean, mean, ("a", "b", "c"), "x"))
     with pytest.raises(ValueError, match="float32"):
         gf.export(model.double(), x.double(), target, tmp_path, runner=runner())
-    gf.export(model.float(), x, target, tmp_path, runner=Runner(mean, mean, ("a", "b", "c")))
+    with pytest.raises(ValueError, match="batch is 4, the graph's 2"):
+        gf.export(model.float(), x, target, tmp_path, batch=2, runner=runner(batch=4))
+    with pytest.raises(ValueError, match="clip must be"):
+        gf.export(model, x, target, tmp_path, clip=float("inf"))
+    recipe = {"lr": np.float32(0.5), "epochs": np.int64(2)}
+    numbers = Runner(mean, mean, ("a", "b", "c"), np.int64(255), recipe)
+    gf.export(model, x, target, tmp_path, runner=numbers)
     found = json.loads((tmp_path / "manifest.json").read_text())
-    assert found["pictures"]["mean"] == [1, 2, 3]
+    assert found["pictures"]["mean"] == [1, 2, 3] and found["pictures"]["ignore"] == 255
+    assert found["recipe"] == {"lr": 0.5, "epochs": 2}
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])

@@ -114,8 +114,9 @@ class Run:
         line, saved = Line("training", self.total), time.monotonic()
         while self.step < self.total:
             epoch, within = divmod(self.step, self.per_epoch)
-            batch = feeder.batch(epoch, within, self.options.batch)
-            self._take(batch, self.options.rate(self.step, self.total))
+            rate = self.options.rate(self.step, self.total)
+            # under no name: it would be there still while the next one is read
+            self._take(feeder.batch(epoch, within, self.options.batch), rate)
             self.step += 1
             line.show(self.step, f"loss {self.sums[0] / max(1, self.sums[1]):.3f}")
             if self.step % self.per_epoch == 0:
@@ -291,7 +292,9 @@ class Tester:
         for start in range(0, len(images), count):
             part = images[start : start + count]
             missing = count - len(part)
-            full = np.concatenate([part, np.zeros((missing, *part.shape[1:]), part.dtype)])
+            full = part
+            if missing:
+                full = np.concatenate([part, np.zeros((missing, *part.shape[1:]), part.dtype)])
             (found,) = self.session.run(["scores"], self.own | {"images": full})
             parts.append(found[: len(part)])
         return np.concatenate(parts)
@@ -315,3 +318,4 @@ def _batches(feeder: Feeder, batch: int) -> Iterator[Batch]:
         found = feeder.read(range(start, min(start + batch, len(feeder.examples))))
         if found is not None:
             yield found
+        del found  # or it would be there still while the next one is read

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-# what a recipe may have, and what that must be
+# what a recipe may have, and what that must be; as gradfilter-device has it
 RECIPE = {
-    "lr": ("a number above 0", lambda x: _number(x) and x > 0),
+    "lr": ("a number from 0 on", lambda x: _number(x) and x >= 0),
     "warmup": ("a share from 0 to 1", lambda x: _number(x) and 0 <= x <= 1),
     "batch": ("a whole number from 1 on", lambda x: _whole(x) and x >= 1),
     "epochs": ("a whole number from 1 on", lambda x: _whole(x) and x >= 1),
-    "seed": ("a whole number from 0 on", lambda x: _whole(x) and x >= 0),
+    "seed": ("a whole number", lambda x: _whole(x)),
     "augment": ("True or False", lambda x: isinstance(x, bool)),
 }
 
@@ -36,8 +37,8 @@ class Runner:
     ignore: int | None = None
     recipe: dict | None = None
 
-    def check(self, images: Tensor, targets: Tensor, outputs: int) -> None:
-        """Refuse what a runner could not feed to the network."""
+    def check(self, images: Tensor, targets: Tensor, outputs: int, batch: int | None) -> None:
+        """Refuse what a runner could not feed to the network; `batch` is that of the graph."""
         if not _three(self.mean):
             raise ValueError(f"export: a runner's mean must be 3 finite numbers, got {self.mean!r}")
         if not _three(self.std) or min(self.std) <= 0:
@@ -62,12 +63,17 @@ class Runner:
             kind, right = RECIPE[name]
             if not right(value):
                 raise ValueError(f"export: {name} of a recipe must be {kind}, got {value!r}")
+            if name == "batch" and batch not in (None, value):
+                raise ValueError(f"export: the recipe's batch is {value}, the graph's {batch}")
 
     def about(self) -> dict:
         """As the manifest has it."""
         pictures = {name: [float(v) for v in getattr(self, name)] for name in ("mean", "std")}
-        pictures |= {"classes": list(self.classes), "ignore": self.ignore}
-        return {"pictures": pictures, "recipe": self.recipe or {}}
+        ignore = None if self.ignore is None else int(self.ignore)
+        pictures |= {"classes": list(self.classes), "ignore": ignore}
+        recipe = (self.recipe or {}).items()
+        plain = {k: v.item() if isinstance(v, np.generic) else v for k, v in recipe}
+        return {"pictures": pictures, "recipe": plain}
 
 
 def _three(values) -> bool:

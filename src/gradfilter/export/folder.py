@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -130,7 +131,8 @@ class Export:
 
     def write(self, path: Path, runner: Runner | None) -> Path:
         if runner is not None:
-            runner.check(self.example, self.target, self.predict.outputs[0][1].shape[1])
+            outputs = self.predict.outputs[0][1].shape[1]
+            runner.check(self.example, self.target, outputs, self.batch)
         path.mkdir(parents=True, exist_ok=True)
         for name in (MANIFEST, in_blocks(TRAIN), in_blocks(PREDICT), PROBE):
             (path / name).unlink(missing_ok=True)  # of an export into the same folder before
@@ -260,8 +262,8 @@ def _check_given(example, target, clip, batch) -> None:
         raise ValueError(f"export: example must be float32 or float64, not {example.dtype}")
     if batch is not None and (type(batch) is not int or batch < 1):
         raise ValueError(f"export: batch must be a whole number >= 1, got {batch!r}")
-    if clip is not None and not clip > 0:
-        raise ValueError(f"export: clip must be above 0, got {clip!r}")
+    if clip is not None and not 0 < clip < math.inf:
+        raise ValueError(f"export: clip must be a number above 0, got {clip!r}")
 
 
 def _check_names(parameters: Iterable[str], state: Iterable[str]) -> None:
