@@ -51,6 +51,19 @@ def test_what_takes_the_least_memory_comes_first():
     assert outputs(graph) == ["a", "view", "mean of a", "b", "mean of b", "c", "d"]
 
 
+def test_a_map_is_turned_into_numbers_at_once():
+    """Although the first node of that takes more memory than the next layer."""
+    graph = graph_of(
+        ("Relu", "images", "a", (1, 64)),
+        ("Relu", "a", "b", (1, 64)),
+        ("Cast", "a", "wide", (2, 64)),
+        ("Abs", "wide", "other", (2, 64)),
+        ("ReduceMean", "other", "mean of a", ()),
+        ("Relu", "b", "c", (1, 64)),
+    )
+    assert outputs(graph) == ["a", "wide", "other", "mean of a", "b", "c"]
+
+
 def test_what_depends_on_no_image_comes_when_it_is_needed():
     graph = graph_of(
         ("Relu", "v", "folded", (10,)),

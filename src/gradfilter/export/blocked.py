@@ -101,17 +101,16 @@ def elementwise(graph: Graph, kind: str, *given: Operand) -> Value | None:
     return back(graph, graph.op(kind, *inside, like=like), maps[0].shape[1])
 
 
-def patch_mean(graph: Graph, x: Value, side, channels: int) -> Value:
-    """Mean over each patch, all of which are whole, of a map in blocks; a plain map.
+def patch_mean(graph: Graph, x: Value, side, count, beyond, channels: int) -> Value:
+    """Mean over each patch, with zeros beyond the map, of a map in blocks; a plain map.
 
     A depthwise layer of equal taps, which takes two thirds of the time of the AveragePool.
     """
-    n, wide, *size = x.shape
+    n, wide = x.shape[:2]
     taps = torch.full((wide, 1, *side), 1 / (side[0] * side[1]), dtype=x.dtype)
-    shape = (n, wide, *(s // r for s, r in zip(size, side, strict=True)))
     y = graph.op(
         "Conv", x, taps, domain=BLOCKED, kernel_shape=list(side), strides=list(side),
-        pads=[0] * 4, dilations=[1, 1], group=wide, shape=shape, dtype=x.dtype,
+        pads=[0, 0, *beyond], dilations=[1, 1], group=wide, shape=(n, wide, *count), dtype=x.dtype,
     )  # fmt: skip
     return back(graph, y, channels)
 

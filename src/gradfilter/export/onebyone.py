@@ -16,6 +16,7 @@ from gradfilter.export.graph import BLOCKED, Graph, Node, Value
 
 LARGE, SMALLER = 2**18, 1 / 3  # bytes of a map of one image; what stays of the largest
 IMAGES, EACH = "images", "each."  # before the names inside the body
+COPIES = ("Pad", "Reshape")  # of maps that there are anyway
 ELEMENTWISE = {
     "Abs", "Add", "And", "Cast", "Clip", "Div", "Equal", "Erf", "Exp", "Greater", "GreaterOrEqual",
     "HardSigmoid", "HardSwish", "Identity", "Less", "LessOrEqual", "Max", "Min", "Mod", "Mul",
@@ -46,7 +47,8 @@ def _pays(graph: Graph, front: list[Node]) -> bool:
 
     A layer with an exact gradient keeps its map for all images anyway.
     """
-    most = max(_size(graph.values[name]) for node in front for name in node.outputs)
+    made = (n for node in front if node.kind not in COPIES for n in node.outputs)
+    most = max((_size(graph.values[name]) for name in made), default=0)
     given = (_size(graph.values[name]) for name in _given(graph, front))
     return most >= LARGE and max(given, default=0) <= SMALLER * most
 

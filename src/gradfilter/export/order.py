@@ -1,18 +1,20 @@
 """The order in which a graph is run, which a runtime is told to keep to.
 
-Of all that can be run, that comes first which takes the least memory. So the statistics of a map
-are taken while it is still in the processor's cache, parameters are updated as soon as their
-gradient is there, and what these have read is free.
+Of all that can be run, that comes first which takes the least memory, at once or with the few nodes
+that follow it alone. So the statistics of a map are taken while it is still in the processor's
+cache, parameters are updated as soon as their gradient is there, and what these have read is free.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from itertools import accumulate
 
 from gradfilter.export.graph import Batch, Graph, Node
 
 VIEW = "Reshape"  # whose output lies where its input does
+AHEAD = 4  # nodes that are looked at together: a map that is turned into numbers takes two or three
 
 
 def ordered(graph: Graph, nodes: list[Node], start: str) -> list[Node]:
@@ -27,7 +29,8 @@ def ordered(graph: Graph, nodes: list[Node], start: str) -> list[Node]:
     ready = [n for n in nodes if missing.get(id(n)) == 0]
     found: list[Node] = []
     while ready:
-        node = min(ready, key=lambda n: (memory.taken(n), place[id(n)]))
+        chains = ((_chain(n, missing, readers), n) for n in ready)
+        _, _, node = min((memory.least(chain), place[id(n)], n) for chain, n in chains)
         ready.remove(node)
         for each in (*_needed(node, others), node):
             memory.run(each)
@@ -52,6 +55,17 @@ def _missing(nodes: list[Node], start: str) -> tuple[dict[int, int], dict[str, l
             for name in of_start:
                 readers.setdefault(name, []).append(node)
     return missing, readers
+
+
+def _chain(node: Node, missing: dict[int, int], readers: dict[str, list[Node]]) -> list[Node]:
+    """A node and what can be run right after it alone, each as the only reader of the last."""
+    found = [node]
+    while len(found) < AHEAD:
+        after = [r for name in found[-1].outputs for r in readers.get(name, [])]
+        if len(after) != 1 or missing[id(after[0])] != 1:
+            break
+        found += after
+    return found
 
 
 def _needed(node: Node, makers: dict[str, Node]) -> list[Node]:
@@ -87,6 +101,10 @@ class _Memory:
 
     def _read(self, node: Node) -> set[str]:
         return {self._of(name) for name in node.inputs}
+
+    def least(self, nodes: list[Node]) -> int:
+        """The least bytes taken after the first of these nodes, or after more of them."""
+        return min(accumulate(map(self.taken, nodes)))
 
     def taken(self, node: Node) -> int:
         """Bytes that a node takes, less those that are free after it."""

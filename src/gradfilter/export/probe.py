@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from gradfilter.export import blocked, convolutions, onthegrid
+from gradfilter.export import blocked, convolutions, onthegrid, statistics
 from gradfilter.export.arithmetic import add, joined
 from gradfilter.export.graph import Graph, Value
 from gradfilter.export.lower import Lowering
 
-SIZE, SIDE = 16, [8, 8]  # of the maps, and of their patches
+SIZE = 16  # of the maps
+SIDES = ((8, 8), (6, 6))  # of their patches, whole ones and such that reach beyond
 WEIGHTS = {"stem": (32, 3, 3, 3), "taps": (32, 1, 3, 3), "narrow": (24, 32, 1, 1)}
 SHARE = 0.2  # of the numbers given, which have a deviation of 1
 
@@ -40,8 +41,8 @@ def _network(c, x: Value, *given: Value) -> Value:
     b = onthegrid.activated(c, layer(a, taps, taps.shape[0]), "relu6", 0.0)
     parts = [
         add(c, None, layer(a, narrow), layer(b, narrow)),
-        onthegrid.mean(c, a, SIDE),
-        onthegrid.slopes(c, b, "relu6", 0.0, SIDE),
+        *(statistics.mean(c, a, side) for side in SIDES),
+        *(statistics.slopes(c, b, "relu6", side) for side in SIDES),
     ]
     flat = [graph.reshape(p, (p.shape[1] * p.shape[2] * p.shape[3],)) for p in parts]
     return graph.concat(flat, 0)
