@@ -193,16 +193,22 @@ def expanded(c, x: Operand, shape) -> Operand:
     inner = [d for d, (have, want) in enumerate(zip(lead, shape, strict=True)) if have != want]
     if x.dtype.is_floating_point and inner == [*range(inner[0], len(shape))]:
         sizes = [shape[d] for d in inner]
-        if all(isinstance(s, int) for s in sizes):  # ONNX Runtime's Expand takes several times that
-            ones = torch.ones(sizes, dtype=x.dtype)
-            return c.graph.binary("Mul", c.graph.reshape(x, lead), ones)
+        if all(isinstance(s, int) for s in sizes):  # a Mul takes several times that, Expand more
+            outer = tuple(shape[: inner[0]]) or (1,)
+            ones = torch.ones(1, math.prod(sizes), dtype=x.dtype)
+            return c.graph.reshape(c.graph.matmul(c.graph.reshape(x, (*outer, 1)), ones), shape)
     # a size of 1 leaves the one that is there
     asked = tuple(1 if have == want else want for have, want in zip(lead, shape, strict=True))
     return c.graph.op("Expand", x, c.graph.sizes(asked), shape=shape, dtype=x.dtype)
 
 
 def log_softmax(c, call, x, dim, _half):
-    return c.graph.op("LogSoftmax", x, axis=dim, like=x)
+    """Of maps step by step: down another axis than the last ONNX Runtime's own is slow."""
+    if dim % len(x.shape) == len(x.shape) - 1:
+        return c.graph.op("LogSoftmax", x, axis=dim, like=x)
+    less = joined(c, "Sub", x, c.graph.sum(x, [dim], True, kind="ReduceMax"))
+    whole = c.graph.sum(c.graph.op("Exp", less, like=less), [dim], True)
+    return joined(c, "Sub", less, c.graph.op("Log", whole, like=whole))
 
 
 def log_softmax_backward(c, call, g, y, dim, _dtype):

@@ -36,7 +36,7 @@ def backward(c, conv, g, x, w, need_gx, need_gw):
     (kh, p1, q1), (kw, p2, q2) = (t.shape for t in conv.taps)
     small = kh * kw * p1 * p2 * q1 * q2 <= SMALL
     if depthwise:
-        body = _depthwise if small else _separately
+        body = _depthwise if small or conv.regular is None else _regular
     elif op.groups == 1 and small:
         body = _dense
     elif conv.regular is not None:
@@ -89,13 +89,12 @@ def _dense(c, conv, g, x, w, need_gx, need_gw):
     flat = _flat(c, g)
     gx = gw = None
     if need_gx:
-        columns = graph.permute(graph.reshape(w, (out, inner * taps)), [1, 0])  # [C * taps, O]
-        seen = graph.matmul(columns, flat)  # [N, C * taps, P]
+        seen = across(graph, g, graph.reshape(w, (out, inner * taps, 1, 1)))  # [N, C * taps, P]
         seen = graph.reshape(seen, (n, inner, taps * patches))
         gx = graph.matmul(seen, counts.reshape(taps * patches, cells))
     if need_gw:
-        across = counts.permute(2, 0, 1).reshape(cells, taps * patches)
-        seen = graph.matmul(_flat(c, x), across)  # [N, C, taps * P]
+        spread = counts.permute(2, 0, 1).reshape(cells, taps * patches)
+        seen = graph.matmul(_flat(c, x), spread)  # [N, C, taps * P]
         seen = graph.reshape(seen, (n, inner * taps, patches, 1))
         gw = product(c, graph.reshape(flat, (n, out, patches, 1)), seen)
     return gx, gw
@@ -180,26 +179,41 @@ def _regular_weight(c, regular, g, x, w_shape) -> Operand:
 
 
 def _separately(c, conv, g, x, w, need_gx, need_gw):
-    """Any layer and grid: g as every tap sees it, one axis after the other."""
-    graph, groups = c.graph, conv.op.groups
-    (kh, p1, q1), (kw, p2, q2) = (t.shape for t in conv.taps)
-    rows, columns = (t.to(g.dtype).permute(1, 0, 2).flatten(1) for t in conv.taps)  # [P, k * Q]
-    n, out = g.shape[:2]
-    wide = graph.matmul(g, columns)  # [N, O, P1, kw * Q2]
-    tall = graph.matmul(graph.permute(wide, [0, 1, 3, 2]), rows)  # [N, O, kw * Q2, kh * Q1]
-    own = out // groups
-    seen = graph.reshape(tall, (n, groups, own, kw, q2, kh, q1))
-    seen = graph.permute(seen, [0, 1, 2, 5, 3, 6, 4])
-    seen = graph.reshape(seen, (n, groups, own * kh * kw, q1 * q2))
+    """Any layer and grid: g as every tap sees it, or x where that has fewer channels."""
+    graph, groups, (rows, columns) = c.graph, conv.op.groups, conv.taps
+    n, inner, taps = g.shape[0], w.shape[1], w.shape[2] * w.shape[3]
+    own = w.shape[0] // groups
+    if not need_gx and inner < own:
+        seen = _seen(graph, x, rows, columns.transpose(1, 2))
+        seen = graph.reshape(seen, (n, groups, inner * taps, seen.shape[3]))
+        return None, _summed(graph, graph.reshape(g, (n, groups, own, seen.shape[3])), seen)
+    seen = _seen(graph, g, rows.transpose(1, 2), columns)
+    seen = graph.reshape(seen, (n, groups, own * taps, seen.shape[3]))
     gx = gw = None
-    inner = w.shape[1]
     if need_gx:
-        taps = graph.reshape(w, (groups, own, inner, kh * kw))
-        taps = graph.reshape(graph.permute(taps, [0, 2, 1, 3]), (groups, inner, own * kh * kw))
-        gx = graph.matmul(taps, seen)  # [N, G, C / G, Q]
+        mixed = graph.permute(graph.reshape(w, (groups, own, inner, taps)), [0, 2, 1, 3])
+        mixed = graph.reshape(mixed, (groups, inner, own * taps))
+        gx = graph.matmul(mixed, seen)  # [N, G, C / G, Q]
     if need_gw:
-        cells = graph.permute(graph.reshape(x, (n, groups, inner, q1 * q2)), [0, 1, 3, 2])
-        gw = graph.sum(graph.matmul(seen, cells), [0])  # [G, O / G * taps, C / G]
-        gw = graph.reshape(gw, (groups, own, kh * kw, inner))
-        gw = graph.permute(gw, [0, 1, 3, 2])
+        gw = _summed(graph, seen, graph.reshape(x, (n, groups, inner, seen.shape[3])))
+        gw = graph.permute(graph.reshape(gw, (groups, own, taps, inner)), [0, 1, 3, 2])
     return gx, gw
+
+
+def _seen(graph, x: Operand, rows: Tensor, columns: Tensor) -> Operand:
+    """A map as every tap sees it, one axis after the other, in the order of a weight's taps.
+
+    [N, C, P, Q] by [kh, R, P] and [kw, Q, S] -> [N, C, kh * kw, R * S]
+    """
+    (n, channels, height, width), dtype = x.shape, x.dtype
+    (kh, high, _), (kw, _, wide) = rows.shape, columns.shape
+    x = graph.reshape(x, (n, channels, 1, height, width))
+    x = graph.matmul(x, columns.to(dtype).contiguous())  # [N, C, kw, P, S]
+    x = graph.reshape(x, (n, channels, 1, kw, height, wide))
+    x = graph.matmul(rows.to(dtype)[:, None].contiguous(), x)  # [N, C, kh, kw, R, S]
+    return graph.reshape(x, (n, channels, kh * kw, high * wide))
+
+
+def _summed(graph, a: Operand, b: Operand) -> Operand:
+    """sum over images of a b^T: [N, G, A, P], [N, G, B, P] -> [G, A, B]"""
+    return graph.sum(graph.matmul(a, graph.permute(b, [0, 1, 3, 2])), [0])

@@ -87,9 +87,6 @@ class Recorded(GridConv):
         gx, gw = ops.grid_backward(g, x if need_gw else None, w, self.number, need_gx, need_gw)
         return gx if need_gx else None, gw if need_gw else None
 
-    def dots(self, gw, w, out):
-        self.conv.dots(gw, w, out)
-
 
 @contextmanager
 def recording(model: nn.Module) -> Iterator[list[GridConv]]:
