@@ -8,6 +8,7 @@ when model and graph were loaded. SGD with momentum 0.9 updates the parameters i
 
     python benchmarks/device.py                               # the whole table, about 20 minutes
     python benchmarks/device.py --models mobilenet_v2 --batches 1 --layers all
+    python benchmarks/device.py --models fcn-mobilenet_v2 --size 256 --patch 2 --out masks.json
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ EXACT, PLAN, PORTABLE = "ONNX Runtime exact", "ONNX Runtime plan", ", portable"
 VARIANTS = ("PyTorch exact", "PyTorch engine", EXACT, PLAN, EXACT + PORTABLE, PLAN + PORTABLE)
 MODELS = ("mobilenet_v2", "tf_efficientnet_lite0")
 LAYERS = {"last 4": 4, "all": None}
+CLASSES = 11  # of masks, as CamVid has
 
 
 def main() -> None:
@@ -39,7 +41,7 @@ def main() -> None:
     path = args.out
     found = json.loads(path.read_text())["rows"] if path.exists() else {}
     for case in cases:
-        found[", ".join(map(str, case))] = measured(*case, args.repeats, args.steps, args.size)
+        found[", ".join(map(str, case))] = measured(*case, args)
         write(path, __file__, found)
     print(table(found))
 
@@ -61,30 +63,29 @@ def arguments() -> argparse.Namespace:
     add("--repeats", type=int, default=3, help="turns of every variant")
     add("--steps", type=int, default=6, help="steps of a turn; the first is not counted")
     add("--size", type=int, default=224, help="image side in pixels")
+    add("--patch", type=int, help="GalerkinFilter(patch=...) instead of GalerkinFilter(grid=7)")
     add("--out", type=Path, default=HERE / "results" / "device.json")
     add("--child", nargs="+", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def measured(model: str, batch: int, layers: str, repeats: int, steps: int, size: int) -> dict:
+def measured(model: str, batch: int, layers: str, args: argparse.Namespace) -> dict:
     """All variants of one case, in turns."""
+    method = "grid=7" if args.patch is None else f"patch={args.patch}"
     print(f"{model}, batch {batch}, {layers}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as place:
         folders = {v: f"{place}/{v}" for v in (EXACT, PLAN)}
-        common = (model, str(batch), str(size), layers)
-        sizes = {v: child("export", *common, method_of(v), folders[v]) for v in folders}
+        common = (model, str(batch), str(args.size), layers)
+        methods = {v: "exact" if "exact" in v else method for v in VARIANTS}
+        sizes = {v: child("export", *common, methods[v], folders[v]) for v in folders}
         turns: dict[str, list[dict]] = {v: [] for v in VARIANTS}
-        for _ in range(repeats):
+        for _ in range(args.repeats):
             for v in VARIANTS[:2]:
-                turns[v].append(child("torch", *common, method_of(v), str(steps)))
+                turns[v].append(child("torch", *common, methods[v], str(args.steps)))
             for v in VARIANTS[2:]:
                 folder = folders[v.removesuffix(PORTABLE)]
-                turns[v].append(child("runtime", v, folder, str(batch), str(size), str(steps)))
+                turns[v].append(child("runtime", v, folder, str(args.steps)))
     return {v: summary(turns[v]) | sizes.get(v, {}) for v in VARIANTS}
-
-
-def method_of(variant: str) -> str:
-    return "exact" if "exact" in variant else "galerkin"
 
 
 def summary(turns: list[dict]) -> dict:
@@ -116,18 +117,20 @@ def converted(model: str, batch: str, size: str, layers: str, method: str):
     from gradfilter.recipes import models
 
     torch.manual_seed(0)
-    net = models.create(model).train()
     x = torch.randn(int(batch), 3, int(size), int(size))
-    t = torch.zeros(int(batch), dtype=torch.int64)
-    what = gf.Exact() if method == "exact" else gf.GalerkinFilter(grid=7)
+    if "-" in model:  # a segmentation network, HEAD-ENCODER
+        built = models.build(model, CLASSES, task="segmentation", weights="none", size=int(size))
+        net, t = built.model.train(), torch.zeros(int(batch), *x.shape[2:], dtype=torch.int64)
+    else:
+        net, t = models.create(model).train(), torch.zeros(int(batch), dtype=torch.int64)
     # the same layers are trained by both: exact training counts Linear layers too
-    plan = gf.convert(net, gf.GalerkinFilter(grid=7), example=x, last=LAYERS[layers])
+    knob, _, number = ("grid=7" if method == "exact" else method).partition("=")
+    gf.convert(net, gf.GalerkinFilter(**{knob: int(number)}), example=x, last=LAYERS[layers])
     if method == "exact":
         trained = {n for n, p in net.named_parameters() if p.requires_grad}
-        gf.convert(net, what, example=x)
+        gf.convert(net, gf.Exact(), example=x)
         for n, p in net.named_parameters():
             p.requires_grad_(n in trained)
-    del plan
     own = [p for p in net.parameters() if p.requires_grad]
     return net, x, t, torch.optim.SGD(own, lr=1e-4, momentum=0.9)
 
@@ -141,12 +144,11 @@ def export(model: str, batch: str, size: str, layers: str, method: str, folder: 
     return {"files": {f.name: f.stat().st_size for f in path.iterdir()}}
 
 
-def torch_steps(
-    model: str, batch: str, size: str, layers: str, method: str, steps: str
-) -> dict:
+def torch_steps(model: str, batch: str, size: str, layers: str, method: str, steps: str) -> dict:
     import time
 
     import torch
+    import torch.nn.functional as F
 
     torch.set_num_threads(1)
     net, x, t, optimizer = converted(model, batch, size, layers, method)
@@ -154,13 +156,16 @@ def torch_steps(
     for _ in range(int(steps)):
         begin = time.process_time()
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(net(x), t).backward()
+        scores = net(x)
+        if t.ndim == 3:
+            scores = F.interpolate(scores, t.shape[1:], mode="bilinear", align_corners=False)
+        F.cross_entropy(scores, t).backward()
         optimizer.step()
         seconds.append(time.process_time() - begin)
     return {"seconds": seconds[1:], "peak": resident("VmHWM"), "loaded": loaded}
 
 
-def runtime_steps(variant: str, folder: str, batch: str, size: str, steps: str) -> dict:
+def runtime_steps(variant: str, folder: str, steps: str) -> dict:
     import time
 
     import numpy as np
@@ -172,8 +177,9 @@ def runtime_steps(variant: str, folder: str, batch: str, size: str, steps: str) 
     model = Exported(Path(folder))
     model.blocks &= not variant.endswith(PORTABLE)
     stepper = Stepper(model, 1, model.start())
-    images = np.random.RandomState(0).standard_normal((int(batch), 3, int(size), int(size)))
-    images, targets = images.astype(np.float32), np.zeros(int(batch), np.int64)
+    images, targets = (model.manifest[name] for name in ("images", "targets"))
+    images = np.random.RandomState(0).standard_normal(images).astype(np.float32)
+    targets = np.zeros(targets, np.int64)
     loaded, seconds = resident("VmRSS"), []
     for _ in range(int(steps)):
         begin = time.process_time()
