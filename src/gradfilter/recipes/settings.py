@@ -15,6 +15,9 @@ REFERENCE_BATCH = 128  # the batch that --lr is for
 KNOBS = ("patch", "grid", "bases", "energy", "rank", "bits")  # of a method
 # what a comparison chooses for each of its runs, or has no use for
 CHOSEN = ("method", *KNOBS, "last", "plan", "seed", "out", "compare", "cache_features", "cache_dir")
+# what changes nothing without another option
+BESIDE = dict.fromkeys(("parts", "part", "per_part", "alpha", "split_seed"), "split")
+BESIDE |= {"cache_dir": "cache_features"}
 BEFORE = {"backbone_lr": 1.0}  # how runs were that do not tell: they are older than the option
 
 
@@ -209,6 +212,13 @@ class Settings:
             raise ValueError(f"plan gives each layer its method, {next(iter(self.knobs()))} too")
         if self.cache_features and self.augment not in (None, "none"):
             raise ValueError("cache_features stores one output per picture and needs augment: none")
+
+    def check_used(self) -> None:
+        """Refuse an option that would change nothing for want of another."""
+        for f in fields(self):
+            needed, value = BESIDE.get(f.name), getattr(self, f.name)
+            if needed and value != f.default and not getattr(self, needed):
+                raise ValueError(f"{f.name}: {value} changes nothing without {needed}")
 
     def peak_rate(self, batch: int) -> float:
         """The highest learning rate at a batch of so many pictures, over all processes."""

@@ -38,6 +38,8 @@ def train(
     settings: Settings, *, resume: bool = False, quiet: bool = False, screen: Screen | None = None
 ) -> Result:
     """Train as the settings say, in their folder `out`; `resume` goes on with the run there."""
+    if not resume:
+        settings.check_used()
     settings = settings.changed(**placed(settings))
     with parallel.world(settings.device) as world:
         screen = screen or Screen(quiet or not world.first)
