@@ -81,6 +81,16 @@ def test_options_before_the_file_before_the_defaults(photos, tmp_path, kind):
     assert (written["weight_decay"], written["clip"]) == (0.01, 2.0)
 
 
+def test_epochs_take_the_place_of_the_steps_in_a_file(photos, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps({"data": str(photos), "steps": 1, "epochs": 7}))
+    for given, steps in (["--epochs", 1], 5), (["--steps", 2], 2), ([], 1):
+        line = ["--config", path, "--model", "tiny", "--batch", 6, "--no-tensorboard", *given]
+        assert gradfilter("train", *line, "--out", tmp_path / f"run{steps}") == 0
+        rows = (tmp_path / f"run{steps}" / "metrics.csv").read_text().splitlines()
+        assert rows[-1].split(",")[1] == str(steps)
+
+
 def test_a_runs_own_config_repeats_it(run, tmp_path):
     line = ["--config", run / "config.yaml", "--out", tmp_path / "again"]
     assert gradfilter("train", *line) == 0

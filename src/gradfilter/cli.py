@@ -101,14 +101,14 @@ def run_training(args: argparse.Namespace, **defaults) -> None:
     if {"plan", "method"} <= given.keys():
         raise UserError("--plan gives each layer its method: leave --method out")
     with user_errors(ValueError, OSError):
-        config = settings.read(args.config) if args.config else {}
+        asked = settings.merged(settings.read(args.config) if args.config else {}, given)
         if args.resume is None:
-            chosen = settings.Settings().changed(**defaults | config | given)
+            chosen = settings.Settings().changed(**defaults | asked)
         else:
-            folder = args.resume or (config | given).get("out")
+            folder = args.resume or asked.get("out")
             if not folder:
                 raise UserError("--resume needs the folder of the run: --resume RUN")
-            options = {k: v for k, v in (config | given).items() if k != "out"}
+            options = {k: v for k, v in asked.items() if k != "out"}
             chosen = training.resumed(folder, **options)
         training.train(chosen, resume=args.resume is not None)
 

@@ -241,7 +241,7 @@ class Settings:
 
     def changed(self, **options) -> Settings:
         """With other options, all checked; names may have dashes."""
-        return replace(self, **named(options, names()))
+        return replace(self, **merged({}, named(options, names())))
 
     def resumed(self, **options) -> Settings:
         """As `changed`, but refuses what a run cannot change on its way."""
@@ -259,6 +259,11 @@ def keep_fixed(before, after) -> None:
                 f"this run has {f.name}: {old}, which a resumed run keeps; "
                 "start another run to change it"
             )
+
+
+def merged(options: dict, later: dict) -> dict:
+    """Options with later ones over them; epochs take the place of steps that were asked before."""
+    return options | ({"steps": None} if "epochs" in later else {}) | later
 
 
 def names() -> list[str]:

@@ -271,7 +271,8 @@ class Run:
         trainer.sums.copy_(found["sums"])
         self.step, self.rows, self.seconds = found["step"], found["rows"], found["seconds"]
         self.gain = found["gain"] and Gain(**found["gain"])
-        more = "" if self.step < self.total else ": it is done; to train on, --epochs N"
+        longer = "--steps N" if self.settings.steps else "--epochs N"
+        more = "" if self.step < self.total else f": it is done; to train on, {longer}"
         self.screen.say(f"going on after step {self.step} of {self.total}{more}")
 
     def _check_data(self, found: dict) -> None:
