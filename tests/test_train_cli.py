@@ -17,7 +17,8 @@ import tiny  # noqa: E402
 from commands import gradfilter, mistake  # noqa: E402
 from PIL import Image  # noqa: E402
 
-from gradfilter.recipes import training  # noqa: E402
+from gradfilter.recipes import checkpoint, training  # noqa: E402
+from gradfilter.recipes.classification import Classification  # noqa: E402
 from gradfilter.recipes.trainer import Trainer  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("tiny_networks")
@@ -144,6 +145,39 @@ def test_a_run_among_the_pictures_is_no_class(tmp_path, monkeypatch, capsys):
     assert gradfilter("evaluate", "runs/train-tiny") == 0
     assert train("--data", ".") == 0
     assert "4 classes" not in capsys.readouterr().out
+
+
+def test_evaluate_tells_what_it_cannot_write(run, monkeypatch, capsys):
+    def full(*args):
+        raise checkpoint.NotWritten("no room")
+
+    monkeypatch.setattr(checkpoint, "write", full)
+    assert gradfilter("evaluate", run) == 2
+    said = capsys.readouterr()
+    assert "top1" in said.out and "no room" in said.err
+
+
+def test_a_score_that_is_no_number_is_none_in_the_file(run, monkeypatch, capsys):
+    scores = {"miou": 0.5, "iou nowhere": float("nan")}  # a class neither there nor found
+    monkeypatch.setattr(Classification, "metrics", lambda task, tally: scores)
+    assert gradfilter("evaluate", run) == 0
+    assert re.search("iou nowhere +-\n", capsys.readouterr().out)
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    found = json.loads((run / "evaluation.json").read_text(), parse_constant=refuse)
+    assert found["iou nowhere"] is None and found["miou"] == 0.5
+
+
+def test_evaluate_finds_pictures_that_were_moved(tmp_path, capsys):
+    photos = tiny.photographs(tmp_path / "here")
+    assert train("--data", photos, "--out", tmp_path / "run") == 0
+    moved = photos.rename(tmp_path / "there")
+    assert gradfilter("evaluate", tmp_path / "run") == 2
+    assert "give --data, where the pictures" in capsys.readouterr().err
+    assert gradfilter("train", "--resume", tmp_path / "run", "--data", moved) == 0
+    assert gradfilter("evaluate", tmp_path / "run") == 0
 
 
 def test_evaluate_on_other_data(run, tmp_path, capsys):
