@@ -184,6 +184,9 @@ def test_evaluate_on_other_data(run, tmp_path, capsys):
     other = tiny.photographs(tmp_path / "other", each=2)
     assert gradfilter("evaluate", run, "--data", other) == 0
     assert json.loads((run / "evaluation.json").read_text())["pictures"] == 6
+    assert "hold out" not in capsys.readouterr().out
+    assert gradfilter("evaluate", run, "--data", other / "test") == 0  # has no part to test on
+    assert "tested on 3 of 6 pictures" in " ".join(capsys.readouterr().out.split())
     fewer = tiny.photographs(tmp_path / "fewer", each=2, classes=2)
     assert gradfilter("evaluate", run, "--data", fewer) == 2
     assert "other classes" in capsys.readouterr().err

@@ -19,6 +19,10 @@ from gradfilter.recipes.trainer import Trainer
 from gradfilter.recipes.training import SAMPLES
 
 RESULTS = "evaluation.json"
+HELD_OUT = (
+    "tested on {:,} of {:,} pictures, those that training would hold out: of a folder with train/ "
+    "and test/ all below test/ count"
+)
 # Gradients are not asked for: no method, no plan.
 PLAIN = {"method": "exact", "plan": None, "last": None, "engine": "layer", **dict.fromkeys(KNOBS)}
 
@@ -39,7 +43,8 @@ def evaluate(
     with parallel.world(device) as world:
         screen = Screen(quiet or not world.first)
         trainer, found = load(out, which, world, **PLAIN)
-        test = _data(out, trainer.settings, found, data).test
+        tested = _data(out, trainer.settings, found, data)
+        test = tested.test
         with screen.bar("testing", per_epoch(len(test), trainer.batch)) as advance:
             metrics, tally = trainer.evaluate(test, advance)
         if world.first:
@@ -49,6 +54,8 @@ def evaluate(
             text = json.dumps(tables.plain(about | metrics), indent=1) + "\n"
             checkpoint.write(out / RESULTS, text.encode())
             drawn = trainer.task.pictures(tally, trainer.samples(test, SAMPLES), out)
+            if data and tested.held_out:
+                screen.say(HELD_OUT.format(len(test), len(test) + len(tested.train)))
             screen.say(f"{len(test):,} pictures; written: {', '.join(map(str, drawn))}")
     return metrics
 

@@ -26,7 +26,7 @@ def image_folder(path: Path, fewest: int = 2) -> Data:
     classes: {folder: name}, leading zeros of the folder aside. `fewest` is 1 where the other
     classes lie elsewhere.
     """
-    train, test = parts(path)
+    train, test, held_out = parts(path)
     if len(train) < fewest:
         found = f"only {next(iter(train))!r}" if train else "none"
         wanted = "two folders of pictures or more" if fewest == 2 else "folders of pictures"
@@ -44,16 +44,17 @@ def image_folder(path: Path, fewest: int = 2) -> Data:
         class_names(path, order),
         file_pictures(path, train, order),
         file_pictures(path, test, order),
+        held_out=held_out,
     )
 
 
-def parts(path: Path) -> tuple[ByClass, ByClass]:
-    """What is to train on and what to test on."""
+def parts(path: Path) -> tuple[ByClass, ByClass, bool]:
+    """What is to train on and what to test on, and whether that had to be held out."""
     train = class_files(path, "train")
     for part in TESTS:
         if train and (test := class_files(path, part)):
-            return train, test
-    return hold_out(train or class_files(path, ""))
+            return train, test, False
+    return *hold_out(train or class_files(path, "")), True
 
 
 def class_files(root: Path, part: str) -> ByClass:
