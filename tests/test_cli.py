@@ -5,9 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from gradfilter import cli
+from gradfilter import cli, environment
 
 SRC = Path(__file__).parent.parent / "src"
 
@@ -95,6 +97,14 @@ def test_mistakes_get_one_line_and_exit_code_2(asked, says, capsys):
     assert out == ""
     assert err.count("\n") == 1 and err.startswith("gradfilter")
     assert says in err
+
+
+@pytest.mark.parametrize("make", [torch.empty, np.empty])
+def test_too_little_memory_gets_one_line(make, monkeypatch, capsys):
+    monkeypatch.setattr(environment, "about", lambda: make(2**57))
+    assert cli.main(["info"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("gradfilter info: out of memory: try fewer") and err.count("\n") == 1
 
 
 def test_a_missing_package_is_named(monkeypatch, capsys):

@@ -253,6 +253,11 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone
         sys.stderr.close()
         return 1
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        told = str(error).strip().partition("\n")[0]
+        return fail(args.command, f"out of memory: try fewer or smaller pictures a step ({told})")
     except KeyboardInterrupt as stop:
         if stop.args:
             print(*stop.args, file=sys.stderr)  # where a saved run goes on
@@ -260,6 +265,13 @@ def main(argv: list[str] | None = None) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         leave()
     return 0
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether memory was asked for that is not there; torch has no kind of its own for a CPU's."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def leave() -> None:
@@ -349,6 +361,8 @@ def user_errors(*kinds: type[Exception], about: str = ""):
     except BrokenPipeError:
         raise
     except kinds as error:
+        if out_of_memory(error):
+            raise
         raise UserError(about + str(error).strip().partition("\n")[0]) from error
 
 
