@@ -70,6 +70,9 @@ def test_bits_wrap_the_method(capsys):
     "asked, says",
     [
         ("cost mobilenetv2", "mobilenet_v2"),
+        ("cost resnet99", "near names: resnet50, resnet34, resnet26, resnet18"),
+        ("profile mobilenet_v2 --plan p.yaml --grid 3", "leave --grid out"),
+        ("fidelity mobilenet_v2 --data x --plan p.yaml --method svd", "leave --method out"),
         ("cost mobilenet_v2 --method galerkn", "did you mean galerkin?"),
         ("cost mobilenet_v2 --method galerkin --energy 0.8", "galerkin has no energy"),
         ("cost mobilenet_v2 --method galerkin --grid 7 --patch 2", "not both"),
