@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import warnings
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,9 @@ from PIL import Image  # noqa: E402
 from gradfilter.recipes import checkpoint, training  # noqa: E402
 from gradfilter.recipes.classification import Classification  # noqa: E402
 from gradfilter.recipes.trainer import Trainer  # noqa: E402
+from gradfilter.recipes.training import Run  # noqa: E402
+
+DRAW = Run._draw  # which the fixture of tiny networks leaves out
 
 pytestmark = pytest.mark.usefixtures("tiny_networks")
 
@@ -58,6 +62,18 @@ def test_what_is_said_where_there_is_no_terminal(photos, tmp_path, capsys):
         "epoch 1/2",
         "epoch 2/2",
     ]
+
+
+def test_nothing_is_said_of_letters_and_sizes_that_do_no_harm(tmp_path, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 200)  # of 256: larger than Pillow likes
+    monkeypatch.setattr(Run, "_draw", DRAW)
+    photos = tiny.photographs(tmp_path / "photos", each=3)
+    for part in ("train", "test"):
+        (photos / part / "class0").rename(photos / part / "花")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert train("--data", photos, "--out", tmp_path / "run") == 0
+    assert not said and (tmp_path / "run" / "confusion.png").is_file()
 
 
 def test_bars_on_a_terminal(photos, tmp_path, monkeypatch, capsys):

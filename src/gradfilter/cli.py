@@ -11,6 +11,7 @@ import argparse
 import importlib
 import os
 import sys
+import warnings
 from contextlib import contextmanager
 from dataclasses import fields
 from importlib import util
@@ -243,6 +244,7 @@ EXTRAS = {"flwr": "federated", "onnx": "export", "onnxruntime": "export"}  # wha
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
+    leave_unsaid()
     try:
         args.run(args)
     except UserError as error:
@@ -265,6 +267,12 @@ def main(argv: list[str] | None = None) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         leave()
     return 0
+
+
+def leave_unsaid() -> None:
+    """Warnings that a user can do nothing about, each with a line of a library's source."""
+    warnings.filterwarnings("ignore", module=r"PIL\b")  # of files that are read all the same
+    warnings.filterwarnings("ignore", "Glyph")  # class names that matplotlib has no letters for
 
 
 def out_of_memory(error: Exception) -> bool:
