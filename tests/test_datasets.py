@@ -138,6 +138,11 @@ def test_folders_that_cannot_be_trained_on(tmp_path, photos):
     save(empty / "a" / "1.png")
     with pytest.raises(ValueError, match="found only 'a'"):
         open_data(str(empty))
+    save(empty / "b" / "1.png")
+    with pytest.raises(ValueError, match="every class has one picture, .* two of a class"):
+        open_data(str(empty))
+    save(empty / "b" / "2.png")
+    assert len(open_data(str(empty)).test) == 1
 
 
 def test_labels_need_no_decoding(photos):

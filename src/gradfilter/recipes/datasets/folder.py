@@ -37,6 +37,11 @@ def image_folder(path: Path, fewest: int = 2) -> Data:
     for folder, files in test.items():
         if folder not in train:
             raise ValueError(f"{path / files[0]}: class {folder!r} has no pictures to train on")
+    if not test:
+        raise ValueError(
+            f"{path}: every class has one picture, and none is left to test on; two of a class "
+            "are enough, or train/ and test/ with a folder per class each"
+        )
     order = list(train)
     return Data(
         path.resolve().name,
