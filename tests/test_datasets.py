@@ -145,6 +145,15 @@ def test_folders_that_cannot_be_trained_on(tmp_path, photos):
     assert len(open_data(str(empty)).test) == 1
 
 
+@pytest.mark.parametrize("names", ["Train Test", "training validation", "TRAINING testing"])
+def test_parts_by_other_names_are_no_classes(tmp_path, names):
+    for part in names.split():
+        for name in ("a", "b"):
+            save(tmp_path / part / name / "1.png")
+    data = open_data(str(tmp_path))
+    assert data.classes == ("a", "b") and (len(data.train), len(data.test)) == (2, 2)
+
+
 def test_labels_need_no_decoding(photos):
     for file in photos.rglob("*.png"):
         file.write_bytes(b"broken")

@@ -11,7 +11,9 @@ from gradfilter.recipes import recording
 from gradfilter.recipes.datasets.pictures import Data, FilePictures
 
 PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff")
-TESTS = ("test", "val", "valid")  # the first that has pictures is tested on
+# Parts of a data set, in whatever case: the first of each that has pictures counts.
+TRAINS = ("train", "training")
+TESTS = ("test", "val", "valid", "testing", "validation")
 RUN = {recording.CONFIG, recording.PLAN}  # files by which the folder of a run is known
 SHARE = 0.2  # of a folder without such a part
 
@@ -19,7 +21,7 @@ ByClass = dict[str, list[str]]  # class folder -> its picture files, relative to
 
 
 def image_folder(path: Path, fewest: int = 2) -> Data:
-    """Class folders below `train/` and `test/` (or `val/`, `valid/`), or directly below `path`.
+    """Class folders below `train/` and `test/` (or other names of these), or directly below `path`.
 
     Without a test part, a fifth of every class is held out. Folders without pictures are no
     classes, files that are no pictures do not count. `cat_to_name.json`, if there, names the
@@ -55,20 +57,27 @@ def image_folder(path: Path, fewest: int = 2) -> Data:
 
 def parts(path: Path) -> tuple[ByClass, ByClass, bool]:
     """What is to train on and what to test on, and whether that had to be held out."""
-    train = class_files(path, "train")
-    for part in TESTS:
-        if train and (test := class_files(path, part)):
-            return train, test, False
+    folders = {name.lower(): name for name in folders_of(path)}
+
+    def first(names: tuple[str, ...]) -> ByClass:
+        found = (class_files(path, folders[name]) for name in names if name in folders)
+        return next(filter(None, found), {})
+
+    train = first(TRAINS)
+    if train and (test := first(TESTS)):
+        return train, test, False
     return *hold_out(train or class_files(path, "")), True
+
+
+def folders_of(path: Path) -> list[str]:
+    """The folders in a folder, in the order of their names."""
+    return sorted(entry.name for entry in os.scandir(path) if entry.is_dir())
 
 
 def class_files(root: Path, part: str) -> ByClass:
     """The picture files in every folder of `part`, at any depth, in the order of their names."""
-    try:
-        folders = sorted(entry.name for entry in os.scandir(root / part) if entry.is_dir())
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    found = {name: files_below(root, Path(part, name)) for name in folders if name[0] != "."}
+    names = [name for name in folders_of(root / part) if name[0] != "."]
+    found = {name: files_below(root, Path(part, name)) for name in names}
     return {name: files for name, files in found.items() if files}
 
 
