@@ -64,6 +64,13 @@ def test_what_is_said_where_there_is_no_terminal(photos, tmp_path, capsys):
     ]
 
 
+def test_pictures_that_are_passed_over_are_told(tmp_path, capsys):
+    photos = tiny.photographs(tmp_path / "photos", each=3)
+    (photos / "train" / "class0" / "new.heic").touch()
+    assert train("--data", photos, "--out", tmp_path / "run") == 0
+    assert "kinds that are not read: 1 .heic" in " ".join(capsys.readouterr().out.split())
+
+
 def test_nothing_is_said_of_letters_and_sizes_that_do_no_harm(tmp_path, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 200)  # of 256: larger than Pillow likes
     monkeypatch.setattr(Run, "_draw", DRAW)

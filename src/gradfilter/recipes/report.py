@@ -63,7 +63,8 @@ def greeting(settings: Settings, data: Data, trainer: Trainer) -> str:
     return (
         f"{data.name}{part}: {len(data.train):,} pictures to train on, {len(data.test):,} to "
         f"test, {len(data.classes)} classes\n"
-        f"{s.model}, weights: {trainer.network.weights}; {trainer.size} px, "
+        + (f"{data.unread}\n" if data.unread else "")
+        + f"{s.model}, weights: {trainer.network.weights}; {trainer.size} px, "
         f"{trainer.batch} a step, on {trainer.device}\n"
         f"{len(trained_layers(plan))} of {len(plan)} layers trained, {how}{slower}"
         + (f"\n{LEFT_OUT}" if alone else "")

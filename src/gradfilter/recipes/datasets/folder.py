@@ -5,12 +5,26 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from pathlib import Path
 
 from gradfilter.recipes import recording
 from gradfilter.recipes.datasets.pictures import Data, FilePictures
 
 PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff")
+UNREAD = (
+    ".heic",
+    ".heif",
+    ".avif",
+    ".jxl",
+    ".jp2",
+    ".jfif",
+    ".psd",
+    ".dng",
+    ".cr2",
+    ".nef",
+    ".arw",
+)
 # Parts of a data set, in whatever case: the first of each that has pictures counts.
 TRAINS = ("train", "training")
 TESTS = ("test", "val", "valid", "testing", "validation")
@@ -29,12 +43,13 @@ def image_folder(path: Path, fewest: int = 2) -> Data:
     classes lie elsewhere.
     """
     train, test, held_out = parts(path)
+    unread = unread_below(path)
     if len(train) < fewest:
         found = f"only {next(iter(train))!r}" if train else "none"
         wanted = "two folders of pictures or more" if fewest == 2 else "folders of pictures"
         raise ValueError(
             f"{path}: needs {wanted}, one per class, directly or below "
-            f"train/ and test/; found {found}"
+            f"train/ and test/; found {found}{unread and f'; {unread}'}"
         )
     for folder, files in test.items():
         if folder not in train:
@@ -52,6 +67,7 @@ def image_folder(path: Path, fewest: int = 2) -> Data:
         file_pictures(path, train, order),
         file_pictures(path, test, order),
         held_out=held_out,
+        unread=unread,
     )
 
 
@@ -92,6 +108,13 @@ def files_below(root: Path, folder: Path) -> list[str]:
         inside = Path(place).relative_to(root).as_posix()
         found += [f"{inside}/{file}" for file in files if is_picture(file)]
     return sorted(found)
+
+
+def unread_below(folder: Path) -> str:
+    """What is to be said of pictures of kinds that are not read; nothing where there are none."""
+    count = Counter(Path(file).suffix.lower() for _, _, files in os.walk(folder) for file in files)
+    kinds = ", ".join(f"{count[kind]:,} {kind}" for kind in UNREAD if count[kind])
+    return kinds and f"passed over, being of kinds that are not read: {kinds}"
 
 
 def leads_back(folder: Path) -> bool:
