@@ -42,7 +42,7 @@ def image_folder(path: Path, fewest: int = 2) -> Data:
     classes: {folder: name}, leading zeros of the folder aside. `fewest` is 1 where the other
     classes lie elsewhere.
     """
-    train, test, held_out = parts(path)
+    train, test = parts(path)
     unread = unread_below(path)
     if len(train) < fewest:
         found = f"only {next(iter(train))!r}" if train else "none"
@@ -66,13 +66,13 @@ def image_folder(path: Path, fewest: int = 2) -> Data:
         class_names(path, order),
         file_pictures(path, train, order),
         file_pictures(path, test, order),
-        held_out=held_out,
+        held_out=is_held_out(train, test),
         unread=unread,
     )
 
 
-def parts(path: Path) -> tuple[ByClass, ByClass, bool]:
-    """What is to train on and what to test on, and whether that had to be held out."""
+def parts(path: Path) -> tuple[ByClass, ByClass]:
+    """What is to train on and what to test on."""
     folders = {name.lower(): name for name in folders_of(path)}
 
     def first(names: tuple[str, ...]) -> ByClass:
@@ -81,8 +81,14 @@ def parts(path: Path) -> tuple[ByClass, ByClass, bool]:
 
     train = first(TRAINS)
     if train and (test := first(TESTS)):
-        return train, test, False
-    return *hold_out(train or class_files(path, "")), True
+        return train, test
+    return hold_out(train or class_files(path, ""))
+
+
+def is_held_out(train: ByClass, test: ByClass) -> bool:
+    """Whether what is to test on lies in the same folder as what is to train on."""
+    name, files = next(iter(test.items()))
+    return Path(files[0]).parts[0] == Path(train[name][0]).parts[0]
 
 
 def folders_of(path: Path) -> list[str]:
