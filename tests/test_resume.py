@@ -321,7 +321,7 @@ def test_a_full_disk_leaves_the_last_good_state(photos, tmp_path, monkeypatch):
 
     def full(handle):
         written.append(handle)
-        if len(written) == 9:
+        if len(written) == 11:  # plan and options are the first two
             raise OSError(28, "No space left on device")
         return fsync(handle)
 
