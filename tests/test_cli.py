@@ -5,9 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from gradfilter import cli
+from gradfilter import cli, environment
 
 SRC = Path(__file__).parent.parent / "src"
 
@@ -68,6 +70,9 @@ def test_bits_wrap_the_method(capsys):
     "asked, says",
     [
         ("cost mobilenetv2", "mobilenet_v2"),
+        ("cost resnet99", "near names: resnet50, resnet34, resnet26, resnet18"),
+        ("profile mobilenet_v2 --plan p.yaml --grid 3", "leave --grid out"),
+        ("fidelity mobilenet_v2 --data x --plan p.yaml --method svd", "leave --method out"),
         ("cost mobilenet_v2 --method galerkn", "did you mean galerkin?"),
         ("cost mobilenet_v2 --method galerkin --energy 0.8", "galerkin has no energy"),
         ("cost mobilenet_v2 --method galerkin --grid 7 --patch 2", "not both"),
@@ -95,6 +100,14 @@ def test_mistakes_get_one_line_and_exit_code_2(asked, says, capsys):
     assert out == ""
     assert err.count("\n") == 1 and err.startswith("gradfilter")
     assert says in err
+
+
+@pytest.mark.parametrize("make", [torch.empty, np.empty])
+def test_too_little_memory_gets_one_line(make, monkeypatch, capsys):
+    monkeypatch.setattr(environment, "about", lambda: make(2**57))
+    assert cli.main(["info"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("gradfilter info: out of memory: try fewer") and err.count("\n") == 1
 
 
 def test_a_missing_package_is_named(monkeypatch, capsys):

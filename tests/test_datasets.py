@@ -138,6 +138,33 @@ def test_folders_that_cannot_be_trained_on(tmp_path, photos):
     save(empty / "a" / "1.png")
     with pytest.raises(ValueError, match="found only 'a'"):
         open_data(str(empty))
+    save(empty / "b" / "1.png")
+    with pytest.raises(ValueError, match="every class has one picture, .* two of a class"):
+        open_data(str(empty))
+    save(empty / "b" / "2.png")
+    assert len(open_data(str(empty)).test) == 1
+
+
+def test_pictures_of_kinds_that_are_not_read_are_told(tmp_path):
+    for name in ("a/1.png", "a/2.png", "b/1.png", "b/2.png"):
+        save(tmp_path / name)
+    assert open_data(str(tmp_path)).unread == ""
+    (tmp_path / "c").mkdir()
+    for name in ("a/3.HEIC", "c/1.avif", "c/2.avif", "c/notes.txt"):
+        (tmp_path / name).touch()
+    found = open_data(str(tmp_path))
+    assert found.classes == ("a", "b") and found.unread.endswith("not read: 1 .heic, 2 .avif")
+    with pytest.raises(ValueError, match="found none; passed over, .* 2 .avif"):
+        open_data(str(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("names", ["Train Test", "training validation", "TRAINING testing"])
+def test_parts_by_other_names_are_no_classes(tmp_path, names):
+    for part in names.split():
+        for name in ("a", "b"):
+            save(tmp_path / part / name / "1.png")
+    data = open_data(str(tmp_path))
+    assert data.classes == ("a", "b") and (len(data.train), len(data.test)) == (2, 2)
 
 
 def test_labels_need_no_decoding(photos):

@@ -1,8 +1,10 @@
 """gradfilter plan, as a user meets it."""
 
+import shlex
 from dataclasses import replace
 
 import pytest
+import yaml
 from commands import gradfilter, mistake
 
 from gradfilter.plan import Plan
@@ -29,8 +31,11 @@ def test_the_command_plans_and_train_takes_the_plan(tiny_networks, photos, tmp_p
         "report.png",
     }
     plan = Plan.load(saved)
-    command = f"train --model mobilenet_v2 {data} --plan {saved} --epochs 1 --batch 6"
-    assert gradfilter(*command.split(), "--out", tmp_path / "run") == 0
+    told = next(line for line in out.out.splitlines() if line.startswith(f"plan: {saved}"))
+    command = shlex.split(told.partition("train with it: gradfilter ")[2])
+    assert gradfilter(*command, "--epochs", 1, "--out", tmp_path / "run") == 0
+    kept = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert (kept["model"], kept["batch"], kept["size"]) == ("mobilenet_v2", 4, 16)
     used = Plan.load(tmp_path / "run" / "plan.yaml")
     assert used.converted == plan.converted and used.frozen == plan.frozen
 

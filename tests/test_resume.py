@@ -190,6 +190,14 @@ def test_resuming_longer(photos, tmp_path):
     assert [row["step"] for row in result.rows] == [0, 5, 10]
 
 
+def test_a_run_of_so_many_steps_resumes_longer_either_way(photos, tmp_path, capsys):
+    tiny.go(photos, tmp_path / "run", steps=2)
+    training.train(training.resumed(tmp_path / "run"), resume=True)
+    assert "it is done; to train on, --steps N" in " ".join(capsys.readouterr().out.split())
+    assert tiny.go_on(tmp_path / "run", steps=4).rows[-1]["step"] == 4
+    assert tiny.go_on(tmp_path / "run", epochs=2).rows[-1]["step"] == 10
+
+
 def test_what_was_changed_on_the_way_stays_changed(photos, tmp_path):
     tiny.go(photos, tmp_path / "run", epochs=1)
 
@@ -313,7 +321,7 @@ def test_a_full_disk_leaves_the_last_good_state(photos, tmp_path, monkeypatch):
 
     def full(handle):
         written.append(handle)
-        if len(written) == 9:
+        if len(written) == 11:  # plan and options are the first two
             raise OSError(28, "No space left on device")
         return fsync(handle)
 

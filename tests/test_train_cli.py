@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import warnings
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,12 @@ import tiny  # noqa: E402
 from commands import gradfilter, mistake  # noqa: E402
 from PIL import Image  # noqa: E402
 
-from gradfilter.recipes import training  # noqa: E402
+from gradfilter.recipes import checkpoint, training  # noqa: E402
+from gradfilter.recipes.classification import Classification  # noqa: E402
 from gradfilter.recipes.trainer import Trainer  # noqa: E402
+from gradfilter.recipes.training import Run  # noqa: E402
+
+DRAW = Run._draw  # which the fixture of tiny networks leaves out
 
 pytestmark = pytest.mark.usefixtures("tiny_networks")
 
@@ -59,6 +64,25 @@ def test_what_is_said_where_there_is_no_terminal(photos, tmp_path, capsys):
     ]
 
 
+def test_pictures_that_are_passed_over_are_told(tmp_path, capsys):
+    photos = tiny.photographs(tmp_path / "photos", each=3)
+    (photos / "train" / "class0" / "new.heic").touch()
+    assert train("--data", photos, "--out", tmp_path / "run") == 0
+    assert "kinds that are not read: 1 .heic" in " ".join(capsys.readouterr().out.split())
+
+
+def test_nothing_is_said_of_letters_and_sizes_that_do_no_harm(tmp_path, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 200)  # of 256: larger than Pillow likes
+    monkeypatch.setattr(Run, "_draw", DRAW)
+    photos = tiny.photographs(tmp_path / "photos", each=3)
+    for part in ("train", "test"):
+        (photos / part / "class0").rename(photos / part / "花")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert train("--data", photos, "--out", tmp_path / "run") == 0
+    assert not said and (tmp_path / "run" / "confusion.png").is_file()
+
+
 def test_bars_on_a_terminal(photos, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
@@ -79,6 +103,16 @@ def test_options_before_the_file_before_the_defaults(photos, tmp_path, kind):
     written = yaml.safe_load((out / "config.yaml").read_text())
     assert (written["batch"], written["epochs"], written["grid"]) == (5, 1, 3)
     assert (written["weight_decay"], written["clip"]) == (0.01, 2.0)
+
+
+def test_epochs_take_the_place_of_the_steps_in_a_file(photos, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps({"data": str(photos), "steps": 1, "epochs": 7}))
+    for given, steps in (["--epochs", 1], 5), (["--steps", 2], 2), ([], 1):
+        line = ["--config", path, "--model", "tiny", "--batch", 6, "--no-tensorboard", *given]
+        assert gradfilter("train", *line, "--out", tmp_path / f"run{steps}") == 0
+        rows = (tmp_path / f"run{steps}" / "metrics.csv").read_text().splitlines()
+        assert rows[-1].split(",")[1] == str(steps)
 
 
 def test_a_runs_own_config_repeats_it(run, tmp_path):
@@ -136,10 +170,46 @@ def test_a_run_among_the_pictures_is_no_class(tmp_path, monkeypatch, capsys):
     assert "4 classes" not in capsys.readouterr().out
 
 
+def test_evaluate_tells_what_it_cannot_write(run, monkeypatch, capsys):
+    def full(*args):
+        raise checkpoint.NotWritten("no room")
+
+    monkeypatch.setattr(checkpoint, "write", full)
+    assert gradfilter("evaluate", run) == 2
+    said = capsys.readouterr()
+    assert "top1" in said.out and "no room" in said.err
+
+
+def test_a_score_that_is_no_number_is_none_in_the_file(run, monkeypatch, capsys):
+    scores = {"miou": 0.5, "iou nowhere": float("nan")}  # a class neither there nor found
+    monkeypatch.setattr(Classification, "metrics", lambda task, tally: scores)
+    assert gradfilter("evaluate", run) == 0
+    assert re.search("iou nowhere +-\n", capsys.readouterr().out)
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    found = json.loads((run / "evaluation.json").read_text(), parse_constant=refuse)
+    assert found["iou nowhere"] is None and found["miou"] == 0.5
+
+
+def test_evaluate_finds_pictures_that_were_moved(tmp_path, capsys):
+    photos = tiny.photographs(tmp_path / "here")
+    assert train("--data", photos, "--out", tmp_path / "run") == 0
+    moved = photos.rename(tmp_path / "there")
+    assert gradfilter("evaluate", tmp_path / "run") == 2
+    assert "give --data, where the pictures" in capsys.readouterr().err
+    assert gradfilter("train", "--resume", tmp_path / "run", "--data", moved) == 0
+    assert gradfilter("evaluate", tmp_path / "run") == 0
+
+
 def test_evaluate_on_other_data(run, tmp_path, capsys):
     other = tiny.photographs(tmp_path / "other", each=2)
     assert gradfilter("evaluate", run, "--data", other) == 0
     assert json.loads((run / "evaluation.json").read_text())["pictures"] == 6
+    assert "hold out" not in capsys.readouterr().out
+    assert gradfilter("evaluate", run, "--data", other / "test") == 0  # has no part to test on
+    assert "tested on 3 of 6 pictures" in " ".join(capsys.readouterr().out.split())
     fewer = tiny.photographs(tmp_path / "fewer", each=2, classes=2)
     assert gradfilter("evaluate", run, "--data", fewer) == 2
     assert "other classes" in capsys.readouterr().err
@@ -199,6 +269,9 @@ MISTAKES = [
     ("train --data {photos} --energy 0.5", "galerkin has no energy"),
     ("train --data {photos} --parts 2 --part 2", "part must be 0 to 1"),
     ("train --data {photos} --split odd", "invalid choice"),
+    ("train --data {photos} --part 1", "part: 1 changes nothing without split"),
+    ("train --data {photos} --cache-dir x", "cache_dir: x changes nothing without cache_features"),
+    ("compare --data {photos} --alpha 3", "alpha: 3.0 changes nothing without split"),
     ("train --data {photos} --std 0", "std must be above 0"),
     ("train --data {photos} --last 99", "last=99"),
     ("train --data {photos} --device tpu9", "tpu9"),

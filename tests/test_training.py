@@ -258,6 +258,12 @@ def test_a_run_that_gained_nothing_says_so(after, gained):
     assert ("nothing gained" in told) == (not gained)
 
 
+def test_a_run_that_could_gain_nothing_gets_no_advice():
+    rows = [{"epoch": i, "step": i, "test_top1": 1.0, "test_loss": 1.0} for i in range(2)]
+    told = report.summary(report.Result(Path("run"), "top1", rows, rows[1], 1.0, None, gf.Plan()))
+    assert "all was right before training" in told and "train more" not in told
+
+
 @pytest.mark.parametrize(
     "frozen, greets, advises",
     [

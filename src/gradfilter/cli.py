@@ -11,6 +11,7 @@ import argparse
 import importlib
 import os
 import sys
+import warnings
 from contextlib import contextmanager
 from dataclasses import fields
 from importlib import util
@@ -101,14 +102,14 @@ def run_training(args: argparse.Namespace, **defaults) -> None:
     if {"plan", "method"} <= given.keys():
         raise UserError("--plan gives each layer its method: leave --method out")
     with user_errors(ValueError, OSError):
-        config = settings.read(args.config) if args.config else {}
+        asked = settings.merged(settings.read(args.config) if args.config else {}, given)
         if args.resume is None:
-            chosen = settings.Settings().changed(**defaults | config | given)
+            chosen = settings.Settings().changed(**defaults | asked)
         else:
-            folder = args.resume or (config | given).get("out")
+            folder = args.resume or asked.get("out")
             if not folder:
                 raise UserError("--resume needs the folder of the run: --resume RUN")
-            options = {k: v for k, v in (config | given).items() if k != "out"}
+            options = {k: v for k, v in asked.items() if k != "out"}
             chosen = training.resumed(folder, **options)
         training.train(chosen, resume=args.resume is not None)
 
@@ -243,6 +244,7 @@ EXTRAS = {"flwr": "federated", "onnx": "export", "onnxruntime": "export"}  # wha
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
+    leave_unsaid()
     try:
         args.run(args)
     except UserError as error:
@@ -253,6 +255,11 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone
         sys.stderr.close()
         return 1
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        told = str(error).strip().partition("\n")[0]
+        return fail(args.command, f"out of memory: try fewer or smaller pictures a step ({told})")
     except KeyboardInterrupt as stop:
         if stop.args:
             print(*stop.args, file=sys.stderr)  # where a saved run goes on
@@ -260,6 +267,19 @@ def main(argv: list[str] | None = None) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         leave()
     return 0
+
+
+def leave_unsaid() -> None:
+    """Warnings that a user can do nothing about, each with a line of a library's source."""
+    warnings.filterwarnings("ignore", module=r"PIL\b")  # of files that are read all the same
+    warnings.filterwarnings("ignore", "Glyph")  # class names that matplotlib has no letters for
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether memory was asked for that is not there; torch has no kind of its own for a CPU's."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def leave() -> None:
@@ -349,6 +369,8 @@ def user_errors(*kinds: type[Exception], about: str = ""):
     except BrokenPipeError:
         raise
     except kinds as error:
+        if out_of_memory(error):
+            raise
         raise UserError(about + str(error).strip().partition("\n")[0]) from error
 
 

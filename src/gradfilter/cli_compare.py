@@ -34,7 +34,7 @@ def compare(args: argparse.Namespace) -> None:
     given = {k: v for k, v in vars(args).items() if k not in own}
     with user_errors(ValueError, OSError):
         config = settings.read(args.config) if args.config else {}
-        shared = settings.Settings().changed(**config | given)
+        shared = settings.Settings().changed(**settings.merged(config, given))
         comparing.compare(
             shared, args.methods, args.last, args.seeds, out=args.out, pictures=args.pictures
         )

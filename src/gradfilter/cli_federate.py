@@ -19,14 +19,15 @@ def federate(args: argparse.Namespace) -> None:
     given = {k: v for k, v in vars(args).items() if k not in skipped}
     with user_errors(ValueError, OSError):
         config = recipe.read(args.config, settings.names()) if args.config else {}
+        asked = recipe.merged(config, given)
         if args.resume is None:
-            both = settings.of(config | given)
+            both = settings.of(asked)
         else:
             path = Path(args.resume) / recording.CONFIG
             if not path.is_file():
                 raise UserError(f"{args.resume} holds no run: there is no {recording.CONFIG} in it")
             here = {"out": str(Path(args.resume).absolute())}  # it may have been moved
-            both = settings.resumed(config | given, settings.of(here, settings.load(path)))
+            both = settings.resumed(asked, settings.of(here, settings.load(path)))
         try:
             launch.federate(both, resume=args.resume is not None)
         except launch.NotFinished as error:

@@ -9,6 +9,8 @@ import argparse
 import json
 from pathlib import Path
 
+METHOD = "galerkin"
+
 
 def profile(args: argparse.Namespace) -> None:
     """measure time, memory and energy of a training step, beside exact training and inference"""
@@ -103,7 +105,7 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="a torchvision or timm name: mobilenet_v2")
     method_arguments(parser)
-    parser.set_defaults(method="galerkin")
+    parser.set_defaults(method=METHOD)
     add("--plan", type=Path, default=None, metavar="FILE", help="a plan instead of one method")
     add("--norm", choices=("frozen", "batch"), default="frozen", help="batch-norm statistics")
     add("--engine", choices=("auto", "layer"), default="auto", help="where filtered layers run")
@@ -113,10 +115,16 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def planned(args: argparse.Namespace):
     """The method of the options, or the plan of a file."""
-    from gradfilter.cli import method_of
+    from gradfilter.cli import KNOBS, UserError, method_of
     from gradfilter.plan import read
 
-    return method_of(args) if args.plan is None else read(args.plan)
+    if args.plan is None:
+        return method_of(args)
+    given = [name for name in (*KNOBS, "bits") if hasattr(args, name)]
+    given += ["method"] if args.method != METHOD else []
+    if given:
+        raise UserError(f"--plan gives each layer its method: leave --{given[0]} out")
+    return read(args.plan)
 
 
 def try_out(model, x) -> None:

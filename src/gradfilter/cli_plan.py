@@ -16,10 +16,11 @@ from pathlib import Path
 OVER = 1  # exit code of a plan that is over the budget
 EXAMPLES = """
 Memory is what training holds beyond the weights and beyond what inference needs: what is kept from
-the forward to the backward pass, gradients, and the momentum of SGD. Time is that of one step.
+the forward to the backward pass, gradients, and the momentum of SGD. Time is that of one step. Both
+are those of steps of --batch pictures: train with as many.
 
-  gradfilter plan mobilenet_v2 --memory 24MB --data photos/ --save plan.yaml
-  gradfilter train --model mobilenet_v2 --data photos/ --plan plan.yaml
+  gradfilter plan mobilenet_v2 --memory 24MB --data photos/ --batch 8 --save plan.yaml
+  gradfilter train --model mobilenet_v2 --data photos/ --batch 8 --plan plan.yaml
   gradfilter plan resnet18 --time 300ms --batch 4 --methods exact galerkin:grid=7
 
 Exit code 1: the best plan that was found is still over the budget when measured. It is written all
@@ -64,7 +65,7 @@ def plan(args: argparse.Namespace) -> None:
     print(told)
     print(found.table())
     with user_errors(OSError, ValueError):
-        write(found, args.save, args.out)
+        write(found, args)
     if found.over:
         print(f"gradfilter plan: {found.over_told()}", file=sys.stderr)
         raise SystemExit(OVER)
@@ -167,8 +168,9 @@ def status() -> Iterator[Callable[[str], None]]:
         yield shown.update
 
 
-def write(found, file: Path | None, folder: Path | None) -> None:
+def write(found, args: argparse.Namespace) -> None:
     """The plan as a file; beside it the numbers and a plot, where a folder was asked for."""
+    file, folder = args.save, args.out
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "report.json").write_text(json.dumps(found.to_dict(), indent=1) + "\n")
@@ -176,7 +178,18 @@ def write(found, file: Path | None, folder: Path | None) -> None:
         print(f"numbers: {folder / 'report.json'}   plot: {folder / 'report.png'}")
     for path in filter(None, (file, folder and folder / "plan.yaml")):
         found.save(path)
-        written = shlex.quote(str(path))
-        print(f"plan: {path}   train with it: gradfilter train --plan {written} ...")
+        print(f"plan: {path}   train with it: {train_command(args, path)}")
     if file is None and folder is None:
         print("the plan was not written: --save plan.yaml keeps it for gradfilter train --plan")
+
+
+def train_command(args: argparse.Namespace, plan: Path) -> str:
+    """What trains as was planned: with another batch the budget would not hold."""
+    names = ["model", "data", "root", "weights", "size", "batch"]
+    given = {name: getattr(args, name) for name in names} | {"plan": plan}
+    if args.data is None:  # planned on noise: the weights are left open too
+        given |= {"data": "FOLDER", "weights": None}
+    elif args.weights == "library":
+        given["weights"] = None
+    words = [w for name, v in given.items() if v is not None for w in (f"--{name}", str(v))]
+    return shlex.join(["gradfilter", "train", *words])

@@ -11,7 +11,7 @@ def read(path: str | Path):
     """What the file says; a ValueError that names the file where it cannot be read."""
     path = Path(path)
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         return json.loads(text) if path.suffix == ".json" else _yaml(text)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
@@ -20,7 +20,9 @@ def read(path: str | Path):
 
 
 def write(path: str | Path, content: dict) -> None:
-    """Write a file, whole or not at all."""
+    """Write a file, whole or not at all, even where the power is cut: a rename may reach the disk
+    before what was written does.
+    """
     path = Path(path)
     if path.suffix == ".json":
         text = json.dumps(content, indent=1) + "\n"
@@ -29,7 +31,10 @@ def write(path: str | Path, content: dict) -> None:
 
         text = yaml.safe_dump(content, sort_keys=False)
     new = path.with_name(path.name + ".new")
-    new.write_text(text)
+    with open(new, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(new, path)
 
 

@@ -89,6 +89,7 @@ class Comparing:
         for name in options.CHOSEN:
             if name != "compare" and getattr(settings, name) != _default(name):
                 raise ValueError(f"compare does not take {name}: leave it out")
+        settings.check_used()
         self.settings = settings.changed(data=training.place(settings.data), compare=False)
         self.contenders, self.seeds, self.out, self.screen = found, seeds, out, screen
         self._check_folder()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import torch
 
+from gradfilter import documents, tables
 from gradfilter.recipes import checkpoint, parallel, parts, recording
-from gradfilter.recipes.datasets import Data, decode, open_data
+from gradfilter.recipes.datasets import Data, decode, names, open_data
 from gradfilter.recipes.loading import per_epoch
 from gradfilter.recipes.parallel import World
 from gradfilter.recipes.screen import Screen
@@ -17,6 +19,10 @@ from gradfilter.recipes.trainer import Trainer
 from gradfilter.recipes.training import SAMPLES
 
 RESULTS = "evaluation.json"
+HELD_OUT = (
+    "tested on {:,} of {:,} pictures, those that training would hold out: of a folder with train/ "
+    "and test/ all below test/ count"
+)
 # Gradients are not asked for: no method, no plan.
 PLAIN = {"method": "exact", "plan": None, "last": None, "engine": "layer", **dict.fromkeys(KNOBS)}
 
@@ -37,19 +43,28 @@ def evaluate(
     with parallel.world(device) as world:
         screen = Screen(quiet or not world.first)
         trainer, found = load(out, which, world, **PLAIN)
-        test = _data(trainer.settings, found, data).test
+        tested = _data(out, trainer.settings, found, data)
+        test = tested.test
         with screen.bar("testing", per_epoch(len(test), trainer.batch)) as advance:
             metrics, tally = trainer.evaluate(test, advance)
         if world.first:
+            for name, value in metrics.items():  # first of all: the run may be where none can write
+                screen.say(f"{name:<24} {_told(name, value)}")
             about = {"checkpoint": which, "step": found["step"], "pictures": len(test)}
-            text = json.dumps(about | metrics, indent=1) + "\n"
+            text = json.dumps(tables.plain(about | metrics), indent=1) + "\n"
             checkpoint.write(out / RESULTS, text.encode())
             drawn = trainer.task.pictures(tally, trainer.samples(test, SAMPLES), out)
-            for name, value in metrics.items():
-                told = f"{value:.4f}" if name == "loss" else f"{value:.1%}"
-                screen.say(f"{name:<24} {told}")
+            if data and tested.held_out:
+                screen.say(HELD_OUT.format(len(test), len(test) + len(tested.train)))
             screen.say(f"{len(test):,} pictures; written: {', '.join(map(str, drawn))}")
     return metrics
+
+
+def _told(name: str, value: float) -> str:
+    """A metric as text; a class that is neither there nor found has none."""
+    if math.isnan(value):
+        return "-"
+    return f"{value:.4f}" if name == "loss" else f"{value:.1%}"
 
 
 def predict(out: Path, images: list[Path], *, which: str = "best", device: str = "auto"):
@@ -91,11 +106,13 @@ def load(out: Path, which: str, world: World, **changes) -> tuple[Trainer, dict]
     return trainer, found
 
 
-def _data(settings: Settings, found: dict, other: str | None) -> Data:
+def _data(out: Path, settings: Settings, found: dict, other: str | None) -> Data:
     """The data of the run, or other data of the same classes."""
-    where = other or settings.data
-    root = Path(settings.root) if settings.root else None
-    data = open_data(where, root=root, download=settings.download)
+    now = documents.read(out / recording.CONFIG)  # which knows where they are since they were moved
+    where, root = other or now["data"], now["root"]
+    if not other and where not in names() and not Path(where).is_dir():
+        raise ValueError(f"{where} is no folder: give --data, where the pictures of {out} are now")
+    data = open_data(where, root=Path(root) if root else None, download=settings.download)
     if list(data.classes) != found["classes"] or data.task != found["task"]:
         raise ValueError(f"{where} has other classes than those the run was trained on")
     return data if other else parts.choose(settings, data)[0]

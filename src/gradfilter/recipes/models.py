@@ -323,7 +323,7 @@ def find(name: str, task: str | None = None) -> Source:
     source = next((s for s in SOURCES if s.has(name)), None)
     if source is None:
         known = [n for s in SOURCES if task in (None, s.task) for n in s.names()]
-        near = difflib.get_close_matches(name, known, n=4)
+        near = difflib.get_close_matches(name, dict.fromkeys(known), n=4)  # two libraries' names
         hint = f"; near names: {', '.join(near)}" if near else ""
         raise ValueError(f"no {task or 'torchvision or timm'} network is called {name!r}{hint}")
     if task not in (None, source.task):

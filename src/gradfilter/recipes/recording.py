@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,10 +23,10 @@ Row = dict[str, float]
 
 def new_folder(data: str, model: str) -> Path:
     """A folder in `runs/` that is not there yet."""
-    title = f"{Path(data).resolve().name if '/' in data else data}-{model}"
+    title = f"{Path(data).resolve().name}-{model}"
     for number in range(1, 10**6):
         folder = Path("runs", title if number == 1 else f"{title}-{number}")
-        if not folder.exists():
+        if not os.path.lexists(folder):
             return folder
     raise ValueError(f"runs/ has too many runs of {title}")
 

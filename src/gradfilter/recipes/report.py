@@ -63,7 +63,8 @@ def greeting(settings: Settings, data: Data, trainer: Trainer) -> str:
     return (
         f"{data.name}{part}: {len(data.train):,} pictures to train on, {len(data.test):,} to "
         f"test, {len(data.classes)} classes\n"
-        f"{s.model}, weights: {trainer.network.weights}; {trainer.size} px, "
+        + (f"{data.unread}\n" if data.unread else "")
+        + f"{s.model}, weights: {trainer.network.weights}; {trainer.size} px, "
         f"{trainer.batch} a step, on {trainer.device}\n"
         f"{len(trained_layers(plan))} of {len(plan)} layers trained, {how}{slower}"
         + (f"\n{LEFT_OUT}" if alone else "")
@@ -86,6 +87,13 @@ def trained_layers(plan: gf.Plan) -> list[str]:
     return [name for name, entry in plan.items() if entry.trained]
 
 
+def nothing_gained(result: Result) -> str:
+    """Why that may be, where the number that counts did not rise."""
+    if result.before == 1:
+        return "nothing gained: on these test pictures all was right before training"
+    return f"nothing gained: {advice(result.plan)}"
+
+
 def advice(plan: gf.Plan) -> str:
     """What to try after a run that gained nothing."""
     names = trained_layers(plan)
@@ -102,7 +110,7 @@ def summary(result: Result) -> str:
         f"{result.headline} {result.before:.1%} -> {result.after:.1%} "
         f"(epoch {result.best['epoch']:.4g}); {steps} steps in {result.seconds:.1f} s, "
         f"{1e3 * result.seconds / max(1, steps):.0f} ms each",
-        *([] if result.after > result.before else [f"nothing gained: {advice(result.plan)}"]),
+        *([] if result.after > result.before else [nothing_gained(result)]),
         *([str(result.gain)] if result.gain else []),
         f"run: {result.out}",
     ]

@@ -15,6 +15,9 @@ REFERENCE_BATCH = 128  # the batch that --lr is for
 KNOBS = ("patch", "grid", "bases", "energy", "rank", "bits")  # of a method
 # what a comparison chooses for each of its runs, or has no use for
 CHOSEN = ("method", *KNOBS, "last", "plan", "seed", "out", "compare", "cache_features", "cache_dir")
+# what changes nothing without another option
+BESIDE = dict.fromkeys(("parts", "part", "per_part", "alpha", "split_seed"), "split")
+BESIDE |= {"cache_dir": "cache_features"}
 BEFORE = {"backbone_lr": 1.0}  # how runs were that do not tell: they are older than the option
 
 
@@ -210,6 +213,13 @@ class Settings:
         if self.cache_features and self.augment not in (None, "none"):
             raise ValueError("cache_features stores one output per picture and needs augment: none")
 
+    def check_used(self) -> None:
+        """Refuse an option that would change nothing for want of another."""
+        for f in fields(self):
+            needed, value = BESIDE.get(f.name), getattr(self, f.name)
+            if needed and value != f.default and not getattr(self, needed):
+                raise ValueError(f"{f.name}: {value} changes nothing without {needed}")
+
     def peak_rate(self, batch: int) -> float:
         """The highest learning rate at a batch of so many pictures, over all processes."""
         return self.lr * batch / REFERENCE_BATCH
@@ -231,7 +241,7 @@ class Settings:
 
     def changed(self, **options) -> Settings:
         """With other options, all checked; names may have dashes."""
-        return replace(self, **named(options, names()))
+        return replace(self, **merged({}, named(options, names())))
 
     def resumed(self, **options) -> Settings:
         """As `changed`, but refuses what a run cannot change on its way."""
@@ -249,6 +259,11 @@ def keep_fixed(before, after) -> None:
                 f"this run has {f.name}: {old}, which a resumed run keeps; "
                 "start another run to change it"
             )
+
+
+def merged(options: dict, later: dict) -> dict:
+    """Options with later ones over them; epochs take the place of steps that were asked before."""
+    return options | ({"steps": None} if "epochs" in later else {}) | later
 
 
 def names() -> list[str]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradfilter.recipes import checkpoint, gain, parallel, parts, recording, report, settings
 from gradfilter.recipes.checkpoint import write
+from gradfilter.recipes.claim import claimed
 from gradfilter.recipes.datasets import BadPicture, Data, names, open_data
 from gradfilter.recipes.features import Stored
 from gradfilter.recipes.gain import Gain
@@ -37,10 +38,14 @@ def train(
     settings: Settings, *, resume: bool = False, quiet: bool = False, screen: Screen | None = None
 ) -> Result:
     """Train as the settings say, in their folder `out`; `resume` goes on with the run there."""
+    if not resume:
+        settings.check_used()
+    settings = settings.changed(**placed(settings))
     with parallel.world(settings.device) as world:
         screen = screen or Screen(quiet or not world.first)
-        with deterministic(world.device, settings.deterministic):
-            return Run(settings, world, screen, resume).go()
+        steady = deterministic(world.device, settings.deterministic)
+        with claimed(settings, world, resume) as out, steady:
+            return Run(settings, world, out, screen, resume).go()
 
 
 def resumed(out: Path, **options) -> Settings:
@@ -87,10 +92,8 @@ def opened(settings: Settings) -> tuple[Data, parts.Places | None]:
 class Run:
     """One run: its trainer, its folder, and how far it is."""
 
-    def __init__(self, settings: Settings, world: World, screen: Screen, resume: bool):
-        settings = settings.changed(**placed(settings))
-        self.settings, self.world, self.screen = settings, world, screen
-        self.out = self._folder(resume)
+    def __init__(self, settings: Settings, world: World, out: Path, screen: Screen, resume: bool):
+        self.settings, self.world, self.out, self.screen = settings, world, out, screen
         found = self._found() if resume else None
         self.data, self.places = world.in_turn(lambda: opened(settings))
         self.trainer = world.in_turn(lambda: self._trainer(found))
@@ -268,7 +271,8 @@ class Run:
         trainer.sums.copy_(found["sums"])
         self.step, self.rows, self.seconds = found["step"], found["rows"], found["seconds"]
         self.gain = found["gain"] and Gain(**found["gain"])
-        more = "" if self.step < self.total else ": it is done; to train on, --epochs N"
+        longer = "--steps N" if self.settings.steps else "--epochs N"
+        more = "" if self.step < self.total else f": it is done; to train on, {longer}"
         self.screen.say(f"going on after step {self.step} of {self.total}{more}")
 
     def _check_data(self, found: dict) -> None:
@@ -283,20 +287,6 @@ class Run:
             raise ValueError(f"{here} has other {what} than the run in {self.out} had")
         if not same:
             self.screen.say("the training pictures have changed since this run began")
-
-    def _folder(self, resume: bool) -> Path:
-        """The folder of the run: the one asked for, or a new one."""
-        s, found = self.settings, None
-        if self.world.first:
-            found = Path(s.out) if s.out else recording.new_folder(s.data, s.model)
-            if not resume and (found / recording.CONFIG).exists():
-                found = ValueError(
-                    f"{found} holds a run: --resume goes on with it, or change --out"
-                )
-        found = self.world.share(found)
-        if isinstance(found, ValueError):
-            raise found
-        return found
 
     def _found(self) -> dict | None:
         found, problem = checkpoint.latest(self.out)
@@ -333,7 +323,6 @@ class Run:
     def _begin(self, new: bool) -> None:
         """Write down what is to be done; of a run that goes on, what may have been changed."""
         try:
-            self.out.mkdir(parents=True, exist_ok=True)
             if new:
                 self.trainer.plan.save(self.out / recording.PLAN)
             if new and self.places:

@@ -5,13 +5,29 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from pathlib import Path
 
 from gradfilter.recipes import recording
 from gradfilter.recipes.datasets.pictures import Data, FilePictures
 
 PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff")
-TESTS = ("test", "val", "valid")  # the first that has pictures is tested on
+UNREAD = (
+    ".heic",
+    ".heif",
+    ".avif",
+    ".jxl",
+    ".jp2",
+    ".jfif",
+    ".psd",
+    ".dng",
+    ".cr2",
+    ".nef",
+    ".arw",
+)
+# Parts of a data set, in whatever case: the first of each that has pictures counts.
+TRAINS = ("train", "training")
+TESTS = ("test", "val", "valid", "testing", "validation")
 RUN = {recording.CONFIG, recording.PLAN}  # files by which the folder of a run is known
 SHARE = 0.2  # of a folder without such a part
 
@@ -19,7 +35,7 @@ ByClass = dict[str, list[str]]  # class folder -> its picture files, relative to
 
 
 def image_folder(path: Path, fewest: int = 2) -> Data:
-    """Class folders below `train/` and `test/` (or `val/`, `valid/`), or directly below `path`.
+    """Class folders below `train/` and `test/` (or other names of these), or directly below `path`.
 
     Without a test part, a fifth of every class is held out. Folders without pictures are no
     classes, files that are no pictures do not count. `cat_to_name.json`, if there, names the
@@ -27,16 +43,22 @@ def image_folder(path: Path, fewest: int = 2) -> Data:
     classes lie elsewhere.
     """
     train, test = parts(path)
+    unread = unread_below(path)
     if len(train) < fewest:
         found = f"only {next(iter(train))!r}" if train else "none"
         wanted = "two folders of pictures or more" if fewest == 2 else "folders of pictures"
         raise ValueError(
             f"{path}: needs {wanted}, one per class, directly or below "
-            f"train/ and test/; found {found}"
+            f"train/ and test/; found {found}{unread and f'; {unread}'}"
         )
     for folder, files in test.items():
         if folder not in train:
             raise ValueError(f"{path / files[0]}: class {folder!r} has no pictures to train on")
+    if not test:
+        raise ValueError(
+            f"{path}: every class has one picture, and none is left to test on; two of a class "
+            "are enough, or train/ and test/ with a folder per class each"
+        )
     order = list(train)
     return Data(
         path.resolve().name,
@@ -44,25 +66,40 @@ def image_folder(path: Path, fewest: int = 2) -> Data:
         class_names(path, order),
         file_pictures(path, train, order),
         file_pictures(path, test, order),
+        held_out=is_held_out(train, test),
+        unread=unread,
     )
 
 
 def parts(path: Path) -> tuple[ByClass, ByClass]:
     """What is to train on and what to test on."""
-    train = class_files(path, "train")
-    for part in TESTS:
-        if train and (test := class_files(path, part)):
-            return train, test
+    folders = {name.lower(): name for name in folders_of(path)}
+
+    def first(names: tuple[str, ...]) -> ByClass:
+        found = (class_files(path, folders[name]) for name in names if name in folders)
+        return next(filter(None, found), {})
+
+    train = first(TRAINS)
+    if train and (test := first(TESTS)):
+        return train, test
     return hold_out(train or class_files(path, ""))
+
+
+def is_held_out(train: ByClass, test: ByClass) -> bool:
+    """Whether what is to test on lies in the same folder as what is to train on."""
+    name, files = next(iter(test.items()))
+    return Path(files[0]).parts[0] == Path(train[name][0]).parts[0]
+
+
+def folders_of(path: Path) -> list[str]:
+    """The folders in a folder, in the order of their names."""
+    return sorted(entry.name for entry in os.scandir(path) if entry.is_dir())
 
 
 def class_files(root: Path, part: str) -> ByClass:
     """The picture files in every folder of `part`, at any depth, in the order of their names."""
-    try:
-        folders = sorted(entry.name for entry in os.scandir(root / part) if entry.is_dir())
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    found = {name: files_below(root, Path(part, name)) for name in folders if name[0] != "."}
+    names = [name for name in folders_of(root / part) if name[0] != "."]
+    found = {name: files_below(root, Path(part, name)) for name in names}
     return {name: files for name, files in found.items() if files}
 
 
@@ -77,6 +114,13 @@ def files_below(root: Path, folder: Path) -> list[str]:
         inside = Path(place).relative_to(root).as_posix()
         found += [f"{inside}/{file}" for file in files if is_picture(file)]
     return sorted(found)
+
+
+def unread_below(folder: Path) -> str:
+    """What is to be said of pictures of kinds that are not read; nothing where there are none."""
+    count = Counter(Path(file).suffix.lower() for _, _, files in os.walk(folder) for file in files)
+    kinds = ", ".join(f"{count[kind]:,} {kind}" for kind in UNREAD if count[kind])
+    return kinds and f"passed over, being of kinds that are not read: {kinds}"
 
 
 def leads_back(folder: Path) -> bool:

@@ -68,6 +68,8 @@ class Data:
     test: Pictures
     ignore: int | None = None  # the value of mask pixels that count for nothing
     augment: str = "standard"  # the level of `augment.training` that suits these pictures
+    unread: str = ""  # what is to be said of pictures that were passed over
+    held_out: bool = False  # whether those to test on were taken from among those to train on
 
     def __post_init__(self) -> None:
         for part, pictures in (("train", self.train), ("test", self.test)):
