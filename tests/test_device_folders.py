@@ -56,6 +56,26 @@ def test_what_makes_a_run_is_the_same_for_both():
     assert module("folders").RUN == recipes.RUN
 
 
+@pytest.mark.parametrize(
+    "parts", [("train", "test"), ("Train", "Test"), ("training", "validation"), ("train", "VAL")]
+)
+def test_parts_are_known_by_the_names_that_gradfilter_train_knows(parts, tmp_path):
+    tiny.photographs(tmp_path, each=2)
+    for part, name in zip(("train", "test"), parts, strict=True):
+        (tmp_path / part).rename(tmp_path / name)
+    own = module("folders").open_folder(tmp_path, ["class0", "class1", "class2"], False)
+    expected = recipes.parts(tmp_path)
+    assert [len(files) for files in own] == [6, 6]
+    for examples, files in zip(own, expected, strict=True):
+        found = sorted(path.relative_to(tmp_path).as_posix() for path, _ in examples)
+        assert found == sorted(f for each in files.values() for f in each)
+
+
+def test_the_names_of_parts_are_the_same_for_both():
+    folders = module("folders")
+    assert (folders.TRAINS, folders.TESTS) == (recipes.TRAINS, recipes.TESTS)
+
+
 def test_classes_without_pictures_are_told(tree, capsys):
     module("folders").open_folder(tree, ["cat", "dog"], False)
     assert capsys.readouterr().err == f"{tree}: no pictures of: empty, run\n"

@@ -6,19 +6,22 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from gradfilter_device.exported import Unusable, reason
 
 PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff")
-TESTS = ("test", "val", "valid")  # the first that has pictures is tested on
+# Parts of a data set, in whatever case: the first of each that has pictures counts.
+TRAINS = ("train", "training")
+TESTS = ("test", "val", "valid", "testing", "validation")
 RUN = {"config.yaml", "plan.yaml"}  # files by which the folder of a run is known
 SHARE = 0.2  # of a folder without such a part
 IMAGES, MASKS = "images", "masks"  # folders side by side of a segmentation task
 
 Example = tuple[Path, int | Path]  # a picture, and its class or its mask
+ByClass = dict[str, list[str]]  # class folder -> its picture files, relative to the root
 
 
 def open_folder(root: Path, classes: list[str], masks: bool) -> tuple[list[Example], list[Example]]:
@@ -26,11 +29,8 @@ def open_folder(root: Path, classes: list[str], masks: bool) -> tuple[list[Examp
     with readable(root):
         if not root.is_dir():
             raise Unusable(f"{root} is no folder")
-    read = mask_files if masks else class_files
-    train = read(root, "train")
-    test = next(filter(None, (read(root, part) for part in TESTS)), {}) if train else {}
-    if not test:
-        train, test = hold_out(train or read(root, ""))
+        there = {name.lower(): name for name in sorted(os.listdir(root))}
+    train, test = parts(root, there, mask_files if masks else class_files)
     if not train:
         told = "images/ with masks/ beside it" if masks else "a folder of pictures for each class"
         raise Unusable(f"{root}: there is no picture to train on; needed: {told}")
@@ -40,6 +40,21 @@ def open_folder(root: Path, classes: list[str], masks: bool) -> tuple[list[Examp
         return pairs(root, train), pairs(root, test)
     number = numbers(root, [*train, *test], classes)
     return labelled(root, train, number), labelled(root, test, number)
+
+
+def parts(root: Path, there: dict[str, str], read: Callable) -> tuple[ByClass, ByClass]:
+    """What is to train on and what to test on; `there` has the names in the folder, by lower case.
+
+    Without a part to test on, some of what is to train on is held out.
+    """
+
+    def first(names: tuple[str, ...]) -> ByClass:
+        return next(filter(None, (read(root, there[n]) for n in names if n in there)), {})
+
+    train = first(TRAINS)
+    if train and (test := first(TESTS)):
+        return train, test
+    return hold_out(train or read(root, ""))
 
 
 @contextmanager
@@ -71,11 +86,11 @@ def numbers(root: Path, folders: list[str], classes: list[str]) -> dict[str, int
     return found
 
 
-def labelled(root: Path, files: dict[str, list[str]], number: dict[str, int]) -> list[Example]:
+def labelled(root: Path, files: ByClass, number: dict[str, int]) -> list[Example]:
     return [(root / path, number[name]) for name in sorted(files) for path in files[name]]
 
 
-def class_files(root: Path, part: str) -> dict[str, list[str]]:
+def class_files(root: Path, part: str) -> ByClass:
     """The picture files in every folder of `part`, at any depth, in the order of their names.
 
     Folders without pictures are no classes; where others have some, they are told.
@@ -118,7 +133,7 @@ def is_picture(file: str) -> bool:
     return file.lower().endswith(PICTURES) and not file.startswith(".")
 
 
-def mask_files(root: Path, part: str) -> dict[str, list[str]]:
+def mask_files(root: Path, part: str) -> ByClass:
     """Pictures of `images/`, or of `part` itself, that have a mask; as one class."""
     for place in (Path(part, IMAGES), Path(part)) if part else (Path(IMAGES),):
         with readable(root / place):
@@ -138,11 +153,11 @@ def mask_of(picture: Path) -> Path:
     return folder.parent / beside / f"{picture.stem}.png"
 
 
-def pairs(root: Path, files: dict[str, list[str]]) -> list[Example]:
+def pairs(root: Path, files: ByClass) -> list[Example]:
     return [(root / path, mask_of(root / path)) for paths in files.values() for path in paths]
 
 
-def hold_out(files: dict[str, list[str]]) -> tuple[dict, dict]:
+def hold_out(files: ByClass) -> tuple[dict, dict]:
     """A part of every class to test on, by a hash of the file's name."""
     train, test = {}, {}
     for name, paths in files.items():
