@@ -242,7 +242,25 @@ def test_predict_masks(scenes, tmp_path, capsys):
     assert gradfilter("predict", out, tmp_path / "new.png") == 0
     assert str(out / "predictions" / "new.png") in capsys.readouterr().out
     with Image.open(out / "predictions" / "new.png") as mask:
-        assert mask.size == (50, 20)
+        assert mask.size == (50, 20) and mask.mode == "RGB"
+
+
+def test_predict_masks_of_class_numbers(scenes, tmp_path):
+    """As the truth beside the pictures is."""
+    out, masks = tmp_path / "run", tmp_path / "masks"
+    assert train("--data", scenes, "--out", out) == 0
+    pictures = scenes / "test"
+    assert gradfilter("predict", out, pictures, "--numbers", "--masks", masks) == 0
+    for picture in pictures.iterdir():
+        with Image.open(masks / picture.name) as mask, Image.open(picture) as seen:
+            assert mask.mode == "L" and mask.size == seen.size
+            assert max(mask.getdata()) < 2
+
+
+def test_predict_a_folder(run, photos, capsys):
+    assert gradfilter("predict", run, photos / "test") == 0
+    found = {line.split(": ")[0] for line in capsys.readouterr().out.splitlines()}
+    assert found == {str(path) for path in (photos / "test").rglob("*.png")}
 
 
 def test_masks_take_the_place_of_no_picture_and_of_no_other_mask(scenes, tmp_path, capsys):
@@ -288,6 +306,8 @@ MISTAKES = [
     ("evaluate {photos}", "holds no run"),
     ("predict {photos} x.jpg", "holds no run"),
     ("predict {run} x.jpg", "x.jpg: no such file"),
+    ("predict {run} {run}", "there are no pictures in it"),
+    ("predict {run} x.jpg --numbers", "makes no masks"),
     ("predict {run} {run}/config.yaml", "cannot be read as a picture"),
     ("train --resume {run} --seed 5", "this run has seed: 0"),
     ("train --data {photos} --out {run}", "holds a run"),

@@ -159,10 +159,13 @@ def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
 def predict(args: argparse.Namespace) -> None:
     """say what is on pictures, by the network of a run: the likeliest classes, or a mask"""
     from gradfilter.recipes import evaluation
+    from gradfilter.recipes.datasets import folder
 
     with user_errors(ValueError, OSError):
-        masks, drawn = args.masks or args.out / "predictions", {p.resolve() for p in args.images}
-        found = evaluation.predict(args.out, args.images, which=args.which, device=args.device)
+        images = folder.pictures_of(args.images)
+        masks, drawn = args.masks or args.out / "predictions", {p.resolve() for p in images}
+        how = {"which": args.which, "device": args.device, "numbers": args.numbers}
+        found = evaluation.predict(args.out, images, **how)
         failed = []
         for path, answer in found:
             if isinstance(answer, Exception):
@@ -190,9 +193,12 @@ def unused(folder: Path, stem: str, taken: set[Path]) -> Path:
 
 def predict_arguments(parser: argparse.ArgumentParser) -> None:
     run_arguments(parser)
-    parser.add_argument("images", nargs="+", type=Path, metavar="IMAGE", help="picture files")
+    help = "picture files, or folders of them"
+    parser.add_argument("images", nargs="+", type=Path, metavar="IMAGE", help=help)
     help = "folder for mask pictures (default: predictions in the run)"
     parser.add_argument("--masks", type=Path, default=argparse.SUPPRESS, metavar="DIR", help=help)
+    help = "masks of class numbers, as training reads them, instead of colours over the picture"
+    parser.add_argument("--numbers", action="store_true", help=help)
     parser.set_defaults(masks=None)
 
 

@@ -67,13 +67,23 @@ def _told(name: str, value: float) -> str:
     return f"{value:.4f}" if name == "loss" else f"{value:.1%}"
 
 
-def predict(out: Path, images: list[Path], *, which: str = "best", device: str = "auto"):
+def predict(
+    out: Path,
+    images: list[Path],
+    *,
+    which: str = "best",
+    device: str = "auto",
+    numbers: bool = False,
+):
     """For every image file its path and what the network says of it, one after the other.
 
-    That is a list of (class, share), the likeliest first, or a picture with the mask over it; or
-    the error, where a file is no picture that can be read.
+    That is a list of (class, share), the likeliest first, or a picture with the mask over it, or
+    with `numbers` the mask itself; or the error, where a file is no picture that can be read.
     """
-    trainer, _ = load(Path(out), which, World(parallel.choose(device)), **PLAIN)
+    trainer, found = load(Path(out), which, World(parallel.choose(device)), **PLAIN)
+    if numbers and found["task"] != "segmentation":
+        raise ValueError(f"{out} tells classes apart, and makes no masks: leave --numbers out")
+    show = trainer.task.numbered if numbers else trainer.task.show
     for path in images:
         try:
             image = decode.picture(Path(path))
@@ -81,7 +91,7 @@ def predict(out: Path, images: list[Path], *, which: str = "best", device: str =
             yield Path(path), error
             continue
         seen, _ = trainer.change[False](image, _no_target(trainer, image))
-        yield Path(path), trainer.task.show(trainer.outputs(seen[None])[0].cpu(), image)
+        yield Path(path), show(trainer.outputs(seen[None])[0].cpu(), image)
 
 
 def load(out: Path, which: str, world: World, **changes) -> tuple[Trainer, dict]:

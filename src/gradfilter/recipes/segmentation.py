@@ -82,6 +82,13 @@ class Segmentation:
         mixed = (1 - BLEND) * image.cpu().float() + BLEND * colours.float()
         return Image.fromarray(mixed.round().to(torch.uint8).permute(1, 2, 0).numpy())
 
+    def numbered(self, output: Tensor, image: Tensor):
+        """The mask of class numbers, as a PIL image of a byte or two a pixel."""
+        from PIL import Image
+
+        mask = self.found(output, image.shape[-2:]).numpy()
+        return Image.fromarray(mask.astype("uint8" if len(self.classes) <= 256 else "uint16"))
+
     def found(self, output: Tensor, size: Sequence[int]) -> Tensor:
         """The mask [H, W] of that size that scores [C, h, w] or [1, C, h, w] give."""
         scores = output.detach().reshape(1, *output.shape[-3:])

@@ -116,6 +116,17 @@ def files_below(root: Path, folder: Path) -> list[str]:
     return sorted(found)
 
 
+def pictures_of(places: list[Path]) -> list[Path]:
+    """The files that are named; of folders all pictures below them."""
+    found = []
+    for place in places:
+        below = [place / file for file in files_below(place, Path())] if place.is_dir() else [place]
+        if not below:
+            raise ValueError(f"{place}: there are no pictures in it")
+        found += below
+    return found
+
+
 def unread_below(folder: Path) -> str:
     """What is to be said of pictures of kinds that are not read; nothing where there are none."""
     count = Counter(Path(file).suffix.lower() for _, _, files in os.walk(folder) for file in files)
