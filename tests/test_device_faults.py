@@ -12,6 +12,8 @@ import pytest
 import tiny
 from on_device import called, module, refused, run
 
+from gradfilter.recipes import interrupts as recipes
+
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
@@ -203,7 +205,16 @@ def test_a_full_disk_under_the_output_is_told_and_the_run_is_saved(folder, photo
     assert "accuracy" in run("status", *line).stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.fixture
+def hangup():
+    """As a terminal starts a program; `nohup` has the signal ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangup")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_second_signal_ends_at_once(number):
     interrupts = module("interrupts").interrupts
     with interrupts() as asked:
@@ -212,6 +223,17 @@ def test_a_second_signal_ends_at_once(number):
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+
+
+@pytest.mark.usefixtures("hangup")
+@pytest.mark.parametrize("interrupts", [module("interrupts").interrupts, recipes.interrupts])
+def test_a_lost_connection_is_nothing_under_nohup(interrupts):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with interrupts() as asked:
+        signal.raise_signal(signal.SIGHUP)
+        assert asked == []
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 def test_a_pipe_among_the_pictures_is_skipped(folder, photos, tmp_path):

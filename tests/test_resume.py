@@ -94,6 +94,23 @@ def test_killed_from_outside_at_random_moments(photos, tmp_path):
     assert tiny.same(tiny.weights(out), tiny.weights(tmp_path / "whole"))
 
 
+def test_a_lost_connection_saves(photos, tmp_path, monkeypatch):
+    """The signal that a terminal sends when it goes, as one of ssh does."""
+    out, step = tmp_path / "stopped", Trainer.step
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+    def interrupted(self, batch, number, rate):
+        step(self, batch, number, rate)
+        if number + 1 == 7:
+            os.kill(os.getpid(), signal.SIGHUP)
+
+    monkeypatch.setattr(Trainer, "step", interrupted)
+    with pytest.raises(Stopped, match="after step 7"):
+        tiny.go(photos, out)
+    signal.signal(signal.SIGHUP, before)
+    assert torch.load(out / "last.pt", weights_only=True)["step"] == 7
+
+
 @pytest.mark.parametrize("moment", [1, 7, 15])
 def test_ctrl_c_saves_and_says_how_to_go_on(photos, tmp_path, monkeypatch, moment):
     tiny.go(photos, tmp_path / "whole")

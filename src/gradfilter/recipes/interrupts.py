@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish, to be heard at a moment that suits."""
+"""Ctrl-C, SIGTERM and a lost connection as a wish, to be heard at a moment that suits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PATIENCE = 2.0  # seconds after which a second Ctrl-C is meant as such; torchrun
 
 @contextmanager
 def interrupts() -> Iterator[list[float]]:
-    """Ctrl-C and SIGTERM only add to a list for a while; a second Ctrl-C, later, gets through."""
+    """Such signals only add to a list for a while; a second Ctrl-C, later, gets through."""
     asked: list[float] = []
 
     def note(number, frame):
@@ -25,9 +25,16 @@ def interrupts() -> Iterator[list[float]]:
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, note) for number in endings()}
     try:
         yield asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def endings() -> list[int]:
+    """The signals that ask to end; of a lost connection only where nohup has it not ignored."""
+    lost = getattr(signal, "SIGHUP", None)  # Windows has none
+    ignored = lost is None or signal.getsignal(lost) == signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [lost])]
