@@ -1,5 +1,6 @@
 """Maps that are narrower than the parameters of batch norms, in autocast or without it."""
 
+import copy
 from contextlib import nullcontext
 
 import pytest
@@ -55,3 +56,13 @@ def test_norms_that_are_wider_than_the_maps(method, way, norm, engine):
     found = step(model, images(dtype), way == "autocast")
     for f, e in zip(found, expected, strict=True):
         assert F.cosine_similarity(f.flatten(), e.flatten(), dim=0) > 0.99
+
+
+def test_the_variance_of_a_batch_may_be_too_large_for_its_type():
+    plain = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)).half()
+    plain[0].weight.data *= 600  # the variance is above 65504
+    engine, x = copy.deepcopy(plain), images(torch.float16)
+    gf.convert(engine, METHODS[0], norm="batch", example=x)
+    found, expected = engine(x).float(), plain(x).float()
+    assert F.cosine_similarity(found.flatten(), expected.flatten(), dim=0) > 0.99
+    assert found.std() > 0.9

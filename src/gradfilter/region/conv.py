@@ -180,7 +180,7 @@ class Conv(Step):
         shift = -mean * scale if beta is None else beta - mean * scale
         if keep:
             normal = (kernels.patch_mean(y, side) - mean[:, None, None]) * rstd[:, None, None]
-            c.keep(self, "normal", normal)
+            c.keep(self, "normal", normal.to(y.dtype))
             c.keep(self, "rstd", rstd)
         return scale, shift
 
@@ -255,12 +255,15 @@ def batch_norm(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 def update_statistics(norm: nn.Module, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and 1/sigma of a batch; running statistics move as nn.BatchNorm2d moves them."""
+    """Mean and 1/sigma of a batch; running statistics move as nn.BatchNorm2d moves them.
+
+    Both in float32 at least, as there: the variance of a float16 map may be too large for it.
+    """
     if y.numel() == y.shape[1]:  # as PyTorch has it
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {tuple(y.shape)}"
         )
-    var, mean = torch.var_mean(y, (0, 2, 3), correction=0)
+    var, mean = torch.var_mean(y.to(kernels.wide(y.dtype)), (0, 2, 3), correction=0)
     if norm.training and norm.track_running_stats and norm.running_mean is not None:
         norm.num_batches_tracked.add_(1)
         factor = norm.momentum
