@@ -14,10 +14,10 @@ from torch import Tensor, fx, nn
 
 from gradfilter.order import evaluating
 from gradfilter.region.conv import Conv
-from gradfilter.region.lower import Lowering, Outside, Region, regions, shapes_of
+from gradfilter.region.lower import Lowering, Outside, Region, regions, seen
 from gradfilter.region.plain import Plain
 from gradfilter.region.run import Runner
-from gradfilter.region.trace import CONSTANT, called, hooked, hooks_of, trace
+from gradfilter.region.trace import CONSTANT, Refused, called, hooked, hooks_of, trace
 
 TRACING = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
 # What a program takes of modules as it was when it was traced; of a dropout, whether it drops.
@@ -45,8 +45,8 @@ class Program:
 
     def __init__(self, root: nn.Module, graph: fx.Graph, example: tuple, fused: bool):
         with evaluating(root):
-            shapes = shapes_of(root, graph, example)
-        self.lowered = Lowering(root, graph, shapes)
+            found = seen(root, graph, example)
+        self.lowered = Lowering(root, graph, found)
         self.root, self.parts, self.fused = root, regions(self.lowered), fused
         self.runners = [
             part
@@ -242,7 +242,7 @@ class Engine:
             same = [a == b for a, b in zip(numbers, before, strict=True)]
             self.heeded[at[1]] = [a and b for a, b in zip(heeded, same, strict=True)]
             return found
-        found = graph if isinstance(graph, str) else Program(root, graph, args, self.fused)
+        found = graph if isinstance(graph, str) else _program(root, graph, args, self.fused)
         if len(self.written) >= PROGRAMS:
             self.written.clear()
         self.written[at, text] = found, numbers
@@ -261,6 +261,14 @@ def _trace(root: nn.Module, count: int) -> fx.Graph | str:
         return trace(root, count)
     finally:
         root.__class__ = swapped
+
+
+def _program(root: nn.Module, graph: fx.Graph, args: tuple, fused: bool) -> Program | str:
+    """The program of a graph, or why there is none."""
+    try:
+        return Program(root, graph, args, fused)
+    except Refused as refused:
+        return f"not traceable: {refused}"
 
 
 class Engined:
