@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from largest import Largest
 
 import gradfilter as gf
 from gradfilter.layers import ConvOp
@@ -65,18 +65,6 @@ def test_every_way_gives_the_sums_over_the_counts(name):
 def test_whole_patches_have_an_ordinary_convolution_on_the_grid():
     regular = [name for name in LAYERS if problem(name)[0].regular is not None]
     assert regular == ["whole patches", "stride 2", "stem", "grouped", "dilated"]
-
-
-class Largest(TorchDispatchMode):
-    """The most numbers that any tensor computed here has."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if torch.is_tensor(result):
-            self.numbers = max(self.numbers, result.numel())
-        return result
 
 
 def test_a_stem_on_a_grid_with_edge_patches_takes_no_map_of_all_taps_and_outputs():
