@@ -72,6 +72,7 @@ LINEARS = {
     "tokens": (2, 17, 6),
     "square": (2, 16, 6),
     "4d": (2, 5, 4, 6),
+    "5d": (2, 3, 5, 4, 6),
 }
 
 # every method appears here; a new one is tested by being listed

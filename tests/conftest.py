@@ -13,7 +13,16 @@ def pytest_configure():
 
 
 @pytest.fixture
-def tiny_networks(monkeypatch):
+def one_thread():
+    """Other processes have one, and sums depend on it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def tiny_networks(monkeypatch, one_thread):
     """Every network is the tiny one of `tiny`, on one thread; nothing is drawn."""
     import tiny
 
@@ -21,10 +30,6 @@ def tiny_networks(monkeypatch):
 
     monkeypatch.setattr(models, "build", tiny.build)
     monkeypatch.setattr(training.Run, "_draw", lambda run, headline: None)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # forked processes have one, and sums depend on it
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=[1, 2])

@@ -131,3 +131,24 @@ def test_an_input_two_layers_share_counts_once():
     gf.convert(model, gf.GradientFilter(patch=4))  # each keeps sums of its own
     kept = {r.name: r.kept_bytes for r in gf.cost(model, batch()).layers}
     assert kept == {"stem": 2 * 3 * 9 * 4, "a": 2 * 4 * 9 * 4, "b": 2 * 4 * 9 * 4}
+
+
+class Positions(nn.Module):
+    """A bias for every pixel, from a layer that reads a table of their coordinates."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bias = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(2, 4)
+        self.register_buffer("table", torch.rand(12, 12, 2))
+
+    def forward(self, x):
+        return self.conv(x) + self.bias(self.table).permute(2, 0, 1)
+
+
+@pytest.mark.parametrize("method", [gf.Exact(), gf.Hosvd()], ids=repr)
+def test_a_buffer_that_a_layer_reads_is_there_anyway(method):
+    """What a method makes of it is not."""
+    model = Positions()
+    gf.convert(model, {"bias": method})
+    kept = row(gf.cost(model, batch()), "bias").kept_bytes
+    assert (kept > 0) == (method != gf.Exact())

@@ -175,8 +175,16 @@ class Late(nn.Module):
         return before + self.b(torch.relu_(x))
 
 
-def test_no_convolution_is_moved_past_what_overwrites_its_input():
-    plain = Late()
+class LatePart(Late):
+    def forward(self, x):
+        x = self.stem(x)
+        before = self.a(x)
+        return before + self.b(x[:, :8].sigmoid_())
+
+
+@pytest.mark.parametrize("kind", [Late, LatePart])
+def test_no_convolution_is_moved_past_what_overwrites_its_input(kind):
+    plain = kind()
     for part in (plain.stem, plain.a):
         part.requires_grad_(False)
     engine, x = copy.deepcopy(plain), images(2, 3, 12, 12)
@@ -280,3 +288,74 @@ def test_a_gate_for_all_images_that_is_computed_from_parameters():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_like_plain(engine, plain, x)
+
+
+def _slice(m, y):
+    y[:, :4].relu_()
+    return m.b(y)
+
+
+def _sum_with_a_slice(m, y):
+    part = y[:, :4]
+    part += y[:, 4:].sigmoid()
+    return m.b(y)
+
+
+def _rows(m, y):
+    y.flatten(1).sigmoid_()
+    return m.b(y)
+
+
+def _other_name(m, y):
+    same = y
+    same += m.scale[:, None, None]
+    return m.b(y)
+
+
+def _the_same_memory(m, y):
+    torch.relu_(y.contiguous().detach())
+    return m.b(y)
+
+
+def _maps(m, y):
+    same = y
+    same += torch.sigmoid(y)
+    return m.b(y)
+
+
+class Writing(Two):
+    def __init__(self, write):
+        super().__init__()
+        self.write = write
+
+    def forward(self, x):
+        return self.write(self, self.a(x))
+
+
+WRITES = [_slice, _sum_with_a_slice, _rows, _other_name, _the_same_memory, _maps]
+
+
+@pytest.mark.parametrize("write", WRITES, ids=lambda w: w.__name__.strip("_"))
+def test_what_is_written_in_place_is_read(write):
+    """By whatever name or view it was written."""
+    x = images(2, 3, 12, 12)
+    engine, plain = both(lambda: Writing(write), x)
+    assert_like_plain(engine, plain, x)
+
+
+def test_the_plan_says_that_a_part_is_written():
+    plan = gf.convert(Writing(_slice), EXACT, example=images(2, 3, 12, 12))
+    assert "Writing writes to a part of a map that is read again" in str(plan)
+
+
+def test_a_sum_in_place_that_nobody_else_sees_is_part_of_a_region():
+    def residual(m, y):
+        h = m.c(y)
+        h += y
+        return m.b(torch.relu_(h))
+
+    model = Writing(residual)
+    model.c = nn.Conv2d(8, 8, 1)
+    plan = gf.convert(model, EXACT, example=images(2, 3, 12, 12))
+    assert [e.where for e in plan.values()] == ["region 1"] * 3
+    assert len(model.gf_engine.programs) == 1

@@ -1,7 +1,10 @@
 """Every way to take a convolution's gradients on the grid, against the counts written out."""
 
+import math
+
 import pytest
 import torch
+from largest import Largest
 
 import gradfilter as gf
 from gradfilter.layers import ConvOp
@@ -62,3 +65,13 @@ def test_every_way_gives_the_sums_over_the_counts(name):
 def test_whole_patches_have_an_ordinary_convolution_on_the_grid():
     regular = [name for name in LAYERS if problem(name)[0].regular is not None]
     assert regular == ["whole patches", "stride 2", "stem", "grouped", "dilated"]
+
+
+def test_a_stem_on_a_grid_with_edge_patches_takes_no_map_of_all_taps_and_outputs():
+    op, size = ConvOp((7, 7), (2, 2), (3, 3, 3, 3)), (65, 65)
+    conv = grid.grid_conv(gf.GalerkinFilter(patch=2), op, size, torch.float32, torch.device("cpu"))
+    g, x, w = torch.ones(2, 64, 17, 17), torch.ones(2, 3, 33, 33), torch.ones(64, 3, 7, 7)
+    assert conv.regular is None and conv.diagonal is None
+    with Largest() as largest:
+        conv.backward(g, x, w, False, True)
+    assert largest.numbers <= 2 * math.prod((2, 3, 7, 7, 17, 33))

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from cases import CONVS, EXACT, LINEARS, METHODS, Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from largest import Largest
 
 import gradfilter as gf
 from gradfilter import autograd, patches, tucker
@@ -128,6 +129,17 @@ def test_galerkin_equals_its_dense_definition_on_drawn_geometries(data):
     method = gf.GalerkinFilter(**{knob: data.draw(st.integers(1, 8))})
     case = Case(op, groups * per_in, groups * per_out, size)
     assert_galerkin(op, method, *case.tensors(seed=data.draw(st.integers(0, 99))))
+
+
+@pytest.mark.parametrize("channels, out", [(3, 64), (64, 3)])
+def test_galerkin_takes_the_smaller_map_of_all_taps(channels, out):
+    method, op = gf.GalerkinFilter(patch=2), ConvOp((7, 7), padding=(3, 3, 3, 3))
+    case = Case(op, channels, out, (16, 16))
+    x, _, _, g = case.tensors()
+    with Largest() as largest:
+        kept, g = method.keep(op, x), method.filter(op, g)
+        method.grad_weight(op, g, kept, x.shape)
+    assert largest.numbers <= 2 * 3 * 7 * 7 * 8 * 8
 
 
 @pytest.mark.parametrize("size", [(8, 8), (7, 9)])

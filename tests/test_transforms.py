@@ -341,7 +341,7 @@ def train_distributed(rank, folder):
     dist.destroy_process_group()
 
 
-def test_two_process_ddp(tmp_path):
+def test_two_process_ddp(tmp_path, one_thread):
     """The gradients are the mean of what two processes compute, each with its own state."""
     torch.multiprocessing.spawn(train_distributed, (str(tmp_path),), nprocs=2)
     found = torch.load(tmp_path / "found.pt")

@@ -185,7 +185,7 @@ class _Walk:
 
     def _charge(self, t: Tensor) -> int:
         key = _storage(t)
-        if key in self.layer_storages:
+        if key in self.layer_storages or key in self.parameters:  # a buffer is kept anyway
             return 0
         self.held.append(t)
         self.layer_storages[key] = t.untyped_storage().nbytes()

@@ -66,8 +66,14 @@ class GalerkinFilter(Method):
 
     def grad_weight(self, op: ConvOp, g: Tensor, kept: Kept, x_shape: Shape) -> Tensor:
         (x,) = kept
+        x_size = tuple(x_shape[-2:])
         xx = x.reshape(x.shape[0], op.groups, -1, *x.shape[-2:])  # [N, G, C/G, Q1, Q2]
-        spread = self._spread(op, g, tuple(x_shape[-2:]))
+        if x.shape[1] * g[0, 0].numel() < g.shape[1] * x[0, 0].numel():
+            # x as each tap sees it is smaller than g is, in a stem many times
+            gg = g.reshape(g.shape[0], op.groups, -1, *g.shape[-2:])
+            spread = torch.einsum("ngcqs,apq,brs->ngcabpr", xx, *self._tap_counts(op, g, x_size))
+            return torch.einsum("ngopr,ngcabpr->gocab", gg, spread).flatten(0, 1)
+        spread = self._spread(op, g, x_size)
         return torch.einsum("ngoabqr,ngcqr->gocab", spread, xx).flatten(0, 1)
 
     def macs(self, op: ConvOp, x_shape: Shape, w_shape: Shape, kept: Kept) -> tuple[int, int]:

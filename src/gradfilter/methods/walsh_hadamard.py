@@ -25,7 +25,7 @@ class WalshHadamard(Method):
     computed from coefficients. With 1 basis it is GradientFilter; with patch*patch it is exact.
 
     The tokens [N, T, C] of a Linear are taken as a square grid after at most 8 leading tokens
-    (class, registers), which are kept as they are; else as one row. [N, H, W, C] is a grid.
+    (class, registers), which are kept as they are; else as one row. [..., H, W, C] is a grid.
     """
 
     patch: int = 4
@@ -122,6 +122,8 @@ def _grid(op: Op, x: Tensor) -> tuple[Tensor, Tensor]:
         x = x.movedim(1, -1)
     if x.ndim == 2:
         x = x[:, None, None]
+    if x.ndim > 4:
+        x = x.flatten(0, -4)
     if x.ndim == 4:
         return x[:, :0, 0], x
     tokens = x.shape[1]

@@ -84,8 +84,9 @@ class Conv(Step):
         w, b = self.module.weight, self.module.bias
         if self.norm is not None and not c.batch_norm(self.norm):
             scale, shift = fold(self.norm)
-            w = w * scale[:, None, None, None]
-            b = shift if b is None else b * scale + shift
+            # a norm may be wider than the layer: half-precision layers with float32 norms
+            b = (shift if b is None else b * scale + shift).to(w.dtype)
+            w = (w * scale[:, None, None, None]).to(w.dtype)
         z, _ = autograd.apply(op, c.method, x, w, b)
         if self.norm is not None and c.batch_norm(self.norm):
             z = batch_norm(self.norm, z)
@@ -179,7 +180,7 @@ class Conv(Step):
         shift = -mean * scale if beta is None else beta - mean * scale
         if keep:
             normal = (kernels.patch_mean(y, side) - mean[:, None, None]) * rstd[:, None, None]
-            c.keep(self, "normal", normal)
+            c.keep(self, "normal", normal.to(y.dtype))
             c.keep(self, "rstd", rstd)
         return scale, shift
 
@@ -227,6 +228,8 @@ class Conv(Step):
         return kernels.max_pool_grid_backward(g, route, *place.reach, count) / place.area
 
     def _batch_norm_backward(self, c, g, place):
+        """In float32 at least, as the norm's parameters may be beside narrower maps."""
+        dtype, g = g.dtype, g.to(kernels.wide(g.dtype))
         normal, rstd = c.kept(self, "normal"), c.kept(self, "rstd")
         gamma = c.optional(self.norm, "weight")
         g_beta, g_gamma = pixel_sum(g, place.area), pixel_sum(g * normal, place.area)
@@ -234,7 +237,7 @@ class Conv(Step):
         c.parameter_gradient(self.norm, "bias", g_beta)
         pixels = g.shape[0] * place.size[0] * place.size[1]
         centred = g - (g_beta[:, None, None] + normal * g_gamma[:, None, None]) / pixels
-        return centred * (rstd if gamma is None else rstd * gamma)[:, None, None]
+        return (centred * (rstd if gamma is None else rstd * gamma)[:, None, None]).to(dtype)
 
     def _convolution_backward(self, c, g, place, fold):
         """Both gradients on the grid, and what gamma's is made of."""
@@ -252,12 +255,15 @@ def batch_norm(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 def update_statistics(norm: nn.Module, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and 1/sigma of a batch; running statistics move as nn.BatchNorm2d moves them."""
+    """Mean and 1/sigma of a batch; running statistics move as nn.BatchNorm2d moves them.
+
+    Both in float32 at least, as there: the variance of a float16 map may be too large for it.
+    """
     if y.numel() == y.shape[1]:  # as PyTorch has it
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {tuple(y.shape)}"
         )
-    var, mean = torch.var_mean(y, (0, 2, 3), correction=0)
+    var, mean = torch.var_mean(y.to(kernels.wide(y.dtype)), (0, 2, 3), correction=0)
     if norm.training and norm.track_running_stats and norm.running_mean is not None:
         norm.num_batches_tracked.add_(1)
         factor = norm.momentum

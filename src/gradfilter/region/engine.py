@@ -14,15 +14,16 @@ from torch import Tensor, fx, nn
 
 from gradfilter.order import evaluating
 from gradfilter.region.conv import Conv
-from gradfilter.region.lower import Lowering, Outside, Region, regions, shapes_of
+from gradfilter.region.lower import Lowering, Outside, Region, regions, seen
 from gradfilter.region.plain import Plain
 from gradfilter.region.run import Runner
-from gradfilter.region.trace import CONSTANT, called, hooked, hooks_of, trace
+from gradfilter.region.trace import CONSTANT, Refused, called, hooked, hooks_of, trace
 
 TRACING = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
 # What a program takes of modules as it was when it was traced; of a dropout, whether it drops.
 SETTINGS = ("negative_slope", "alpha", "min_val", "max_val")
 DROPS = "p"
+LAYER = "gf"
 SIMPLE = (bool, int, float, str)
 PROGRAMS = 32  # that an engine remembers
 _training = attrgetter("training")
@@ -44,8 +45,8 @@ class Program:
 
     def __init__(self, root: nn.Module, graph: fx.Graph, example: tuple, fused: bool):
         with evaluating(root):
-            shapes = shapes_of(root, graph, example)
-        self.lowered = Lowering(root, graph, shapes)
+            found = seen(root, graph, example)
+        self.lowered = Lowering(root, graph, found)
         self.root, self.parts, self.fused = root, regions(self.lowered), fused
         self.runners = [
             part
@@ -147,6 +148,8 @@ class Engine:
         self.counts: list[int] = []
         self.tensors: tuple[list[dict], list[str]] = [], []
         self.missing: list[bool] = []
+        self.layers: tuple[list[dict], list[str]] = [], []
+        self.carried: list = []  # what converted layers carry, None for other modules
         self.settings: tuple[list[dict], list[str]] = [], []
         self.drops: tuple[list[dict], list[str]] = [], []
         # what containers have, which may be in a graph or not: by state, which of it is heeded
@@ -174,6 +177,8 @@ class Engine:
         self.tensors = _columns([(own, n) for both in tables for own in both for n in own])
         self.missing = self._missing()
         attributes = [vars(m) for m in self.modules]
+        self.layers = _columns([(own, LAYER) for own in attributes])
+        self.carried = list(map(dict.get, *self.layers))
         known = [(own, n) for own in attributes for n in SETTINGS if n in own]
         self.settings = _columns(known)
         containers = [vars(m) for m in self.modules if not called(m)]
@@ -188,13 +193,16 @@ class Engine:
         return list(map(is_, map(dict.get, *self.tensors), repeat(None)))
 
     def _as_seen(self) -> bool:
-        """Whether the modules are those that were looked at, with as many parameters each."""
+        """Whether the modules are those that were looked at, with as many parameters each, and no
+        part of the model was converted or reverted since.
+        """
         # by map, without a line of Python for every module: this is done at every step
         return (
             bool(self.modules)
             and all(map(is_, map(dict.get, self.tables, self.names), self.placed))
             and list(map(len, self.owned)) == self.counts
             and self._missing() == self.missing
+            and all(map(is_, map(dict.get, *self.layers), self.carried))
         )
 
     def program(self, root: nn.Module, args: tuple) -> Program | str:
@@ -234,7 +242,7 @@ class Engine:
             same = [a == b for a, b in zip(numbers, before, strict=True)]
             self.heeded[at[1]] = [a and b for a, b in zip(heeded, same, strict=True)]
             return found
-        found = graph if isinstance(graph, str) else Program(root, graph, args, self.fused)
+        found = graph if isinstance(graph, str) else _program(root, graph, args, self.fused)
         if len(self.written) >= PROGRAMS:
             self.written.clear()
         self.written[at, text] = found, numbers
@@ -255,13 +263,21 @@ def _trace(root: nn.Module, count: int) -> fx.Graph | str:
         root.__class__ = swapped
 
 
+def _program(root: nn.Module, graph: fx.Graph, args: tuple, fused: bool) -> Program | str:
+    """The program of a graph, or why there is none."""
+    try:
+        return Program(root, graph, args, fused)
+    except Refused as refused:
+        return f"not traceable: {refused}"
+
+
 class Engined:
     """A module whose forward pass the engine runs wherever a gradient is wanted."""
 
     gf_engine: Engine
 
     def forward(self, *args, **kwargs):
-        if not torch.is_grad_enabled() or _observed() or hasattr(self, "_is_replica"):
+        if not torch.is_grad_enabled() or _observed(args) or hasattr(self, "_is_replica"):
             return super().forward(*args, **kwargs)  # a replica of nn.DataParallel is no copy
         if why := unsuitable(args, kwargs):
             warnings.warn(
@@ -274,13 +290,14 @@ class Engined:
         return super().forward(*args) if isinstance(program, str) else program(*args)
 
 
-def _observed() -> bool:
+def _observed(args: tuple) -> bool:
     """Whether this call is compiled, traced or transformed rather than run."""
     if _traced.get():
         return False
     return (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()
+        or any(isinstance(a, fx.Proxy) for a in args)  # of a model around this one
         or torch._C._functorch.peek_interpreter_stack() is not None
         or any(torch._C._get_dispatch_mode(key) is not None for key in TRACING)
     )

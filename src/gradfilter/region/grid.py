@@ -117,6 +117,8 @@ class Galerkin(GridConv):
             gx, gw = self._by_product(g, x, w, need_gx, need_gw)
         elif self.regular is not None:
             gx, gw = self.regular.backward(g, x, w, need_gx, need_gw)
+        elif op.groups == 1 and not need_gx and _less_by_input(g, x):
+            gx, gw = self._by_product(g, x, w, need_gx, need_gw)
         else:
             gx, gw = self._spread(g, x, w, need_gx, need_gw)
         whole = isinstance(self.area, float) and self.area == 1
@@ -173,6 +175,11 @@ class Galerkin(GridConv):
             xx = x.reshape(x.shape[0], groups, -1, *x.shape[-2:])
             gw = torch.einsum("ngoabqr,ngcqr->gocab", spread, xx).flatten(0, 1)
         return gx, gw
+
+
+def _less_by_input(g: Tensor, x: Tensor) -> bool:
+    """Whether x as every tap sees it has fewer numbers than g has, as in a stem of stride 2."""
+    return x.shape[1] * g[0, 0].numel() < g.shape[1] * x[0, 0].numel()
 
 
 def _diagonal(taps: list[Tensor]) -> Tensor | float | None:

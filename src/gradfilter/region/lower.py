@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
 
 from gradfilter.geometry import Geometry
 from gradfilter.methods import Method
@@ -16,7 +17,7 @@ from gradfilter.region.activations import FUNCTIONS, activation_of
 from gradfilter.region.conv import Conv
 from gradfilter.region.step import NONE, Act, MaxPool, Step
 from gradfilter.region.steps import Add, Chunk, Concat, DropPath, Gate, Pointwise, Pool, Shuffle
-from gradfilter.region.trace import drops_paths, hooked, unobserved
+from gradfilter.region.trace import IN_PLACE, Refused, drops_paths, hooked, unobserved
 
 
 @dataclass
@@ -41,10 +42,14 @@ class Region:
 class Lowering:
     """Walks a graph once; `items` are steps and outside nodes in an order that can run."""
 
-    def __init__(self, root: nn.Module, graph: fx.Graph, shapes: dict[fx.Node, tuple | None]):
+    def __init__(self, root: nn.Module, graph: fx.Graph, seen: Seen):
         self.modules = dict(root.named_modules())
         self.whole: dict[nn.Module, str] = getattr(graph, "whole", {})  # and why
-        self.shapes = shapes
+        self.shapes, self.owners = seen.shapes, seen.owners
+        self.place = {node: i for i, node in enumerate(graph.nodes)}
+        if any(map(self._writes_to_part, graph.nodes)):
+            raise Refused(root, "writes to a part of a map that is read again")
+        self.memory: dict[int, fx.Node] = {}  # of values
         self.values: dict[fx.Node, int] = {}
         self.items: list[Step | Outside] = []
         self.users: dict[int, int] = {}
@@ -68,13 +73,15 @@ class Lowering:
                 self.items.append(Outside(node, self._value(node), why))
 
     def _value(self, node: fx.Node) -> int:
-        return self.values.setdefault(node, len(self.values))
+        value = self.values.setdefault(node, len(self.values))
+        self.memory.setdefault(value, self.owners[node])
+        return value
 
     def _step(self, node: fx.Node) -> str | None:
         """Take a node into the steps; the reason when that cannot be."""
         if node not in self.varying:
             return "the same for every input"
-        if self._mutates(node) and self._users(node.args[0]) > 1:
+        if self._mutates(node) and self._read_after(node, node.args[0]):
             return "an in-place operation on a map that is read again"
         if node.op == "call_module":
             return self._module(node, self.modules[node.target])
@@ -89,8 +96,24 @@ class Lowering:
         if node.op == "call_module":
             return getattr(self.modules[node.target], "inplace", False)
         name = _name(node)
-        in_place = name in ("iadd", "imul") or (name.endswith("_") and not name.endswith("__"))
+        in_place = node.target in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
         return in_place or _argument(node, 1, "inplace") is True
+
+    def _writes_to_part(self, node: fx.Node) -> bool:
+        """Whether a node overwrites a map by way of a view of it, and the map is read again.
+
+        Regions have their maps where they like, and a view of one may be a copy there.
+        """
+        if not self._mutates(node):
+            return False
+        x = node.args[0]
+        owner, own = self.owners[x], self.place[node]
+        older = (n for n, i in self.place.items() if i < own and self.owners[n] is owner)
+        return any(self._read_after(node, n) for n in older if n is not x)
+
+    def _read_after(self, node: fx.Node, x: fx.Node) -> bool:
+        """Whether x is read after a node."""
+        return any(self.place[user] > self.place[node] for user in x.users)
 
     def _module(self, node: fx.Node, m: nn.Module) -> str | None:
         x = node.args[0] if node.args else None
@@ -177,7 +200,8 @@ class Lowering:
     def _overwritten(self, step: Step, later: list[Outside]) -> bool:
         """Whether one of these nodes overwrites what the step reads, which must then run before."""
         nodes = [item.node for item in later if self._mutates(item.node)]
-        return any(self._value(node.args[0]) in step.inputs for node in nodes)
+        read = {self.memory[value] for value in step.inputs}
+        return any(self.owners[node.args[0]] in read for node in nodes)
 
     def _extend(self, step: Step, node: fx.Node) -> None:
         """The step now writes this node's value, and runs where the node stands."""
@@ -288,19 +312,39 @@ def _usual_norm(m: nn.Module) -> bool:
     return type(m).forward is _BatchNorm.forward or type(m).__name__ == "BatchNormAct2d"
 
 
-def shapes_of(root: nn.Module, graph: fx.Graph, example: tuple) -> dict[fx.Node, tuple | None]:
-    """The shape of every tensor of the graph, by running it once; nothing else notices."""
-    shapes: dict[fx.Node, tuple | None] = {}
+@dataclass
+class Seen:
+    """What a run of a graph showed of its nodes.
+
+    The shapes of tensors, and of nodes that share memory the one that had it first.
+    """
+
+    shapes: dict[fx.Node, tuple | None]
+    owners: dict[fx.Node, fx.Node]
+
+
+def seen(root: nn.Module, graph: fx.Graph, example: tuple) -> Seen:
+    """Run a graph once and look; nothing else notices."""
+    found = Seen({}, {})
 
     class Watch(fx.Interpreter):
         def run_node(self, n):
             result = super().run_node(n)
-            shapes[n] = tuple(result.shape) if isinstance(result, Tensor) else None
+            found.shapes[n] = tuple(result.shape) if isinstance(result, Tensor) else None
+            own = _storages(result)
+            shared = (i for i in n.all_input_nodes if own & _storages(self.env[i]))
+            found.owners[n] = next((found.owners[i] for i in shared), n)
             return result
 
     with torch.no_grad(), unobserved(root), torch.random.fork_rng(devices=[]):
         Watch(root, graph=graph).run(*(x.clone() for x in example))
-    return shapes
+    return found
+
+
+def _storages(values) -> set[int]:
+    """The memory that the tensors in a result have."""
+    tensors = (t for t in tree_leaves(values) if isinstance(t, Tensor))
+    return {t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided}
 
 
 def regions(lowered: Lowering) -> list[Region | Outside]:

@@ -43,7 +43,8 @@ class Pointwise(Step):
     def plain(self, c, x):
         if self.norm is not None:
             scale, shift = fold(self.norm)
-            x = c.project(x * scale[:, None, None] + shift[:, None, None])
+            # the norm may be wider than the map
+            x = c.project((x * scale[:, None, None] + shift[:, None, None]).to(x.dtype))
         return plain_activation(x, self.act)
 
     def forward(self, c):
@@ -62,16 +63,20 @@ class Pointwise(Step):
         slope = c.kept(self, "slope")
         if slope is not None:
             g = g * slope
-        if self.norm is not None:
-            area = grid.areas(c.method, c.noted(self, "size"), g.dtype, g.device)
-            g_shift = pixel_sum(g, area)
-            c.parameter_gradient(self.norm, "bias", g_shift)
-            if c.trained(self.norm, "weight"):
-                product = pixel_sum(g * c.mean(self.inputs[0]), area)
-                centred = product - g_shift * self.norm.running_mean
-                c.parameter_gradient(self.norm, "weight", centred * c.folded.of(self).rstd)
-            g = g * c.folded.of(self).scale[:, None, None]
-        c.add(self.inputs[0], g)
+        c.add(self.inputs[0], g if self.norm is None else self._norm_backward(c, g))
+
+    def _norm_backward(self, c, g):
+        """In float32 at least, as the norm's parameters may be beside narrower maps."""
+        dtype, g = g.dtype, g.to(kernels.wide(g.dtype))
+        area = grid.areas(c.method, c.noted(self, "size"), g.dtype, g.device)
+        fold = c.folded.of(self)
+        g_shift = pixel_sum(g, area)
+        c.parameter_gradient(self.norm, "bias", g_shift)
+        if c.trained(self.norm, "weight"):
+            product = pixel_sum(g * c.mean(self.inputs[0]), area)
+            centred = product - g_shift * self.norm.running_mean
+            c.parameter_gradient(self.norm, "weight", centred * fold.rstd)
+        return (g * fold.scale[:, None, None]).to(dtype)
 
 
 @dataclass

@@ -50,6 +50,21 @@ class Refused(Exception):
         self.module = module
 
 
+def _in_place(operation: Callable) -> Callable:
+    def run(proxy: fx.Proxy, other) -> fx.Proxy:
+        return proxy.tracer.create_proxy("call_function", operation, (proxy, other), {})
+
+    return run
+
+
+class _Proxy(fx.Proxy):
+    """A proxy to which `x += y` writes: without a method for it, Python makes it `x = x + y`."""
+
+
+for _operation in IN_PLACE:
+    setattr(_Proxy, f"__{_operation.__name__}__", _in_place(_operation))
+
+
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True  # or what is computed from buffers would be computed once
 
@@ -57,6 +72,9 @@ class _Tracer(fx.Tracer):
         super().__init__(autowrap_functions=functions)
         self.whole = whole  # modules that are not traced into, and why
         self.inside: list[nn.Module] = []
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
 
     def is_leaf_module(self, m: nn.Module, name: str) -> bool:
         return called(m) or hooked(m) or m in self.whole
