@@ -124,6 +124,26 @@ def test_a_network_stays_in_blocks(what, batch, tmp_path):
 
 
 @x86
+@pytest.mark.parametrize("batch", [None, 1])
+@pytest.mark.parametrize(
+    "what", [gf.GalerkinFilter(grid=7), gf.GalerkinFilter(patch=2), gf.GradientFilter(patch=3)]
+)
+def test_patches_that_reach_beyond_their_maps(what, batch, tmp_path):
+    """Maps of 31, 16 and 8 pixels a side; those of the plain graph as PyTorch has them."""
+    x, target = written(residual(), tmp_path, what, 61, batch)
+    x, target = x[:batch], target[:batch]
+    plain, blocked = both(tmp_path, x, target)
+    assert_same(plain, blocked)
+    torch.manual_seed(0)
+    model = residual()
+    gf.convert(model, what, example=x)
+    optimizer = optimizer_of(model, torch.optim.SGD, momentum=0.9)
+    expected = exported.in_pytorch(model, x, target, optimizer, steps=2)
+    del expected["loss"]
+    assert_close(blocked, expected, 1e-3)
+
+
+@x86
 def test_large_weights_are_read_ahead(tmp_path, monkeypatch):
     """By a Gemm that takes a number of them and leaves it alone, whatever it is."""
     monkeypatch.setattr(convolutions, "LARGE", 64 * 256)
