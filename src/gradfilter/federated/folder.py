@@ -6,22 +6,21 @@ import csv
 import io
 import json
 import math
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from gradfilter.recipes.checkpoint import write
+from gradfilter.recipes.claim import locked
 from gradfilter.recipes.screen import Screen
 
-ROUNDS, CLIENTS, LOG, PROGRESS, RESULT, CURVES, LOCK = (
+ROUNDS, CLIENTS, LOG, PROGRESS, RESULT, CURVES = (
     "rounds.csv",
     "clients.csv",
     "log.txt",
     "progress.json",
     "result.json",
     "curves.png",
-    "lock",
 )
 Row = dict[str, float | str]
 MIB = 2**20
@@ -83,22 +82,8 @@ class Folder:
 @contextmanager
 def alone(path: Path) -> Iterator[None]:
     """Hold a folder for a while; after a crash the old server may still be about to notice."""
-    try:
-        import fcntl
-    except ImportError:  # not POSIX
-        yield
-        return
     path.mkdir(parents=True, exist_ok=True)
-    with open(path / LOCK, "w") as lock:
-        deadline = time.monotonic() + PATIENCE
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if time.monotonic() > deadline:
-                    raise ValueError(f"another server is at work in {path}") from None
-                time.sleep(0.5)
+    with locked(path, PATIENCE, f"another server is at work in {path}"):
         yield
 
 

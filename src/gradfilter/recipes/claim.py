@@ -43,7 +43,8 @@ def _held(settings: Settings, resume: bool) -> Iterator[Path]:
             folder = recording.new_folder(settings.data, settings.model)
             made[0] = folder
         _check(folder, resume)
-        with _locked(folder):
+        told = f"another process trains in {folder}: let it end, or stop it"
+        with locked(folder, PATIENCE, told):
             _check(folder, resume)  # once more: the run that was waited for may have begun
             yield folder
     finally:
@@ -69,8 +70,11 @@ def _check(folder: Path, resume: bool) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """The system's lock on a folder, which ends with the process however that ends."""
+def locked(folder: Path, patience: float, told: str) -> Iterator[None]:
+    """The system's lock on a folder, which ends with the process however that ends.
+
+    It is waited for so many seconds; `told` is what the error says then.
+    """
     try:
         import fcntl
     except ImportError:  # not POSIX
@@ -78,10 +82,10 @@ def _locked(folder: Path) -> Iterator[None]:
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + patience
         while not _locks(fcntl, handle):
             if time.monotonic() > deadline:
-                raise ValueError(f"another process trains in {folder}: let it end, or stop it")
+                raise ValueError(told)
             time.sleep(0.1)
         yield
     finally:

@@ -13,18 +13,8 @@ from gradfilter.recipes.datasets.pictures import Data, FilePictures
 
 PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff")
 UNREAD = (
-    ".heic",
-    ".heif",
-    ".avif",
-    ".jxl",
-    ".jp2",
-    ".jfif",
-    ".psd",
-    ".dng",
-    ".cr2",
-    ".nef",
-    ".arw",
-)
+    ".heic", ".heif", ".avif", ".jxl", ".jp2", ".jfif", ".psd", ".dng", ".cr2", ".nef", ".arw",
+)  # fmt: skip
 # Parts of a data set, in whatever case: the first of each that has pictures counts.
 TRAINS = ("train", "training")
 TESTS = ("test", "val", "valid", "testing", "validation")
