@@ -5,6 +5,9 @@ median of all steps, less what the profiler takes itself (the quickest Reshape, 
 summed by operator. Beside it, without the profiler, the best processor time of a step and of the
 forward pass alone (`predict.onnx`).
 
+With the profiler on, the largest map is given back to the system and taken anew at every step: its
+node, a Conv, has 1 to 2 ms too many, which are page faults that a step without it does not have.
+
     python benchmarks/device_profile.py                       # both networks, a minute
 """
 
